@@ -43,6 +43,7 @@ UNSUPPORTED: dict[str, str] = {
 RECURRENT = "a hybrid model: some of its layers keep a recurrent state instead of keys and values"
 LATENT = "latent attention: it keeps one compressed vector per token instead of keys and values"
 UNSUPPORTED_KEYS: dict[str, str] = {
+    "block_configs": "a pruned model: its layers have different heads and sizes, and some have no attention",
     "linear_attn_config": RECURRENT,
     "linear_num_key_heads": RECURRENT,
     "mamba_num_heads": RECURRENT,

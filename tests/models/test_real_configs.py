@@ -545,6 +545,18 @@ def test_numbers_that_follow_from_other_keys() -> None:
             {"architectures": ["NewForConditionalGeneration"]},
             "latent attention",
         ),
+        (
+            SMOLLM2,
+            {"architectures": ["DeciLMForCausalLM"], "model_type": "nemotron-nas", "block_configs": [{"ffn": {}}]},
+            "a pruned model: its layers have different heads and sizes",
+        ),
+        (PHI35_MOE, {"rope_scaling": PHI35_MOE["rope_scaling"] | {"long_mscale": 1.0}}, "the same as short_mscale"),
+        (PHI35_MOE, {"num_experts_per_tok": 3}, "num_experts_per_tok = 3"),
+        (
+            LLAMA4_SCOUT,
+            {"text_config": LLAMA4_SCOUT["text_config"] | {"rope_scaling": YARN}},
+            "use_qk_norm.*attention_factor",
+        ),
         (GRANITE4_MICRO, {"num_local_experts": 62}, "num_local_experts = 62"),
         (SMOLLM3, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     ],

@@ -92,9 +92,7 @@ def _attend(paged: Paged, meta: AttentionMetadata, params: AttentionParams, give
     return out.values
 
 
-def _compare(
-    paged: Paged, row: int, found: Array, queries: list[Array], params: AttentionParams, sight: Sight
-) -> None:
+def _compare(paged: Paged, row: int, found: Array, queries: list[Array], params: AttentionParams, sight: Sight) -> None:
     """Compare the results of one sequence with float64 over the present contents of its cache."""
     q, sink_q = (part.astype(np.float64) for part in queries)
     (window, sinks, chunked), length, heads = sight, paged.lengths[row], paged.heads
