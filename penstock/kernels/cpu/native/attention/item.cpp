@@ -196,7 +196,7 @@ class Item {
 
     // ---- Visibility
 
-    // With a window: the first position, besides sink tokens, that a row at a position sees. It grows with the position.
+    // With a window: the first position, besides sink tokens, that a row at a position sees. It only grows with it.
     std::int64_t first_seen(std::int64_t position) const {
         return chunked_ ? position - position % window_ : position - window_ + 1;
     }
