@@ -16,8 +16,6 @@ from penstock.kernels.tensors import Dtype, Tensor, as_array
 
 Kind = TypeVar("Kind")
 
-ROUTER_SCORES = ("softmax", "sigmoid", "sparsemixer", "chosen_sigmoid")
-
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -164,7 +162,7 @@ class RouterParams:
 
     Attributes:
         top_k: how many experts a row gets.
-        scores: one of ROUTER_SCORES: "softmax" over all experts; "sigmoid" of each logit; "chosen_sigmoid", which is
+        scores: "softmax" over all experts; "sigmoid" of each logit; "chosen_sigmoid", which is
             the same weight, where experts are chosen by their logits, of which large ones have the same sigmoid; or
             "sparsemixer" (Liu et al., "GRIN", 2024), where experts are chosen by their logits, and a weight is the
             softmax of its logit m over the logits l that are not larger and not much smaller:

@@ -51,7 +51,6 @@ from penstock.kernels.cpu.packed import (
 )
 from penstock.kernels.cpu.sampling import fill_sampling
 from penstock.kernels.metadata import (
-    ROUTER_SCORES,
     AttentionMetadata,
     AttentionParams,
     CacheSpec,
@@ -85,7 +84,7 @@ from penstock.kernels.tensors import (
     is_torch,
 )
 
-SCORES = {name: ABI.constants[f"SCORES_{name.upper()}"] for name in ROUTER_SCORES}
+SCORES = {name.removeprefix("SCORES_").lower(): value for name, value in ABI.enums["RouterScores"].items()}
 KINDS = dict(zip((FLOAT32, BFLOAT16, INT8), ABI.enums["CacheKind"].values(), strict=False))
 SLICES = (2, 3)  # supported for an int8 cache
 CHANNEL_FIELDS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
@@ -156,8 +155,7 @@ class CpuKVCache:
         if planner is None:
             shape = AttentionShape(heads.num_heads, *self._shape, str(dtype), level)
             window = meta.sliding_window, meta.num_sink_tokens
-            planner = Planner(shape, self.spec.block_size, *window, threads, meta.chunked)
-            self._planners[key] = planner
+            planner = self._planners[key] = Planner(shape, self.spec.block_size, *window, threads, meta.chunked)
         plan = planner.plan(as_array(meta.query_start_loc), as_array(meta.seq_lens), as_array(meta.block_table))
         planned = replace(meta, plan=plan)
         self._last = meta, key, planned

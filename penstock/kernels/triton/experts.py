@@ -58,6 +58,8 @@ def route_rows(
     choice = scores
     if bias is not None:
         choice = scores + tl.load(bias + at, mask=free, other=0.0)
+    if SCORES == "chosen_sigmoid":
+        scores = sigmoid(x)
     if GROUPS > 1:
         free = free & best_groups(choice, at, E, GROUPS, TOP_GROUPS, GROUP_TOP)
     found, total = tl.zeros([BLOCK], tl.float32), tl.zeros([], tl.float32)
