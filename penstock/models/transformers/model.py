@@ -104,7 +104,7 @@ class TransformersLM(nn.Module):
             if index == layers.start - 1:
                 _put(self, name, _Received(length, self._dtype, received))
             if index == layers.stop:
-                self._passed_on = self.get_submodule(name)
+                self._passed_on = cast(_PassedOn, self.get_submodule(name))
         if layers.start:
             _put(self, embedding, _NoStates(self._cfg.hidden_size, self._dtype))
         if self._passed_on is not None:
