@@ -1,6 +1,7 @@
 """The configurations of kernels, one table per architecture: nothing is tuned on a user's machine.
 
-A configuration is chosen by the kernel's name and the number of rows alone. No configuration may change a bit of a
+A configuration is chosen by the kernel's name and the number of rows alone; that of attention, by the elements of a
+head. No configuration may change a bit of a
 result (tests/kernels/triton/test_products.py computes with all of them), so a table is only about speed. The one of
 sm_90 has the best of those measured on an H200; the others follow it as far as their shared memory and registers allow,
 and have not been measured.
@@ -15,7 +16,10 @@ from penstock.kernels.triton.launch import INTERPRETER, architecture
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes at a time: `rows` rows of x times `columns` outputs, `depth` elements of K per step."""
+    """What one program computes at a time: `rows` rows of x times `columns` outputs, `depth` elements of K per step.
+
+    In attention: query rows, positions, and elements of a head.
+    """
 
     rows: int
     columns: int
@@ -49,6 +53,14 @@ HOPPER: dict[str, Choices] = {
     "many_rows leaves": ((MANY, Tile(128, 128, 64, 8, 4)),),
     "many_rows int8": ((MANY, Tile(128, 128, 128, 8, 4)),),
     "many_rows float32": ((MANY, Tile(16, 32, 32, 4, 3)),),
+    "attend_span": ((128, Tile(16, 128, 128, 4, 3)), (MANY, Tile(16, 128, 256, 8, 1))),
+    "attend_span wide": ((128, Tile(64, 128, 128, 4, 3)), (MANY, Tile(32, 128, 256, 8, 1))),
+    "attend_span int8": ((128, Tile(16, 128, 128, 4, 3)), (MANY, Tile(16, 128, 256, 8, 2))),
+    "attend_span wide int8": ((128, Tile(32, 128, 128, 4, 2)), (MANY, Tile(32, 128, 256, 8, 1))),
+    "attend_span float32": ((MANY, Tile(16, 128, 256, 16, 1)),),
+    "attend_rows": ((128, Tile(128, 128, 128, 8, 3)), (MANY, Tile(32, 128, 256, 8, 1))),
+    "attend_rows int8": ((128, Tile(32, 128, 128, 4, 2)), (MANY, Tile(32, 128, 256, 8, 1))),
+    "attend_rows float32": ((MANY, Tile(16, 128, 256, 16, 1)),),
 }
 # mma.sync from registers, and 164 KiB of shared memory
 AMPERE: dict[str, Choices] = HOPPER | {
@@ -56,6 +68,9 @@ AMPERE: dict[str, Choices] = HOPPER | {
     "many_rows": ((MANY, Tile(128, 128, 64, 8, 3)),),
     "many_rows gated": ((MANY, Tile(128, 64, 64, 8, 3)),),
     "many_rows leaves": ((MANY, Tile(128, 64, 64, 8, 3)),),
+    "attend_span": ((128, Tile(16, 128, 128, 4, 2)), (MANY, Tile(16, 128, 256, 8, 1))),
+    "attend_span wide": ((128, Tile(64, 128, 128, 8, 2)), (MANY, Tile(32, 128, 256, 8, 1))),
+    "attend_rows": ((128, Tile(64, 128, 128, 8, 2)), (MANY, Tile(32, 128, 256, 8, 1))),
 }
 # 99 KiB of shared memory
 SMALLER: dict[str, Choices] = AMPERE | {
@@ -91,7 +106,7 @@ def few() -> int:
 
 
 def tile(kernel: str, rows: int) -> Tile:
-    """Choose the configuration of a kernel for a number of rows.
+    """Choose the configuration of a kernel for a number of rows, or for the elements of a head.
 
     Raises:
         NotSupportedError: the device is older than every table.
