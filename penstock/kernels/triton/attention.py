@@ -83,10 +83,9 @@ def plan(meta: AttentionMetadata, heads: Heads, cache: TritonCache, device: torc
         raise NotSupportedError("kernels: 'triton' has no ring of a sliding window; use blocks", param="block_size")
     rows = new * group
     is_few = rows <= FEW
-    many_rows = configuration(f"attend_rows{_kind(cache)}", heads.head_dim).rows
-    few_rows = 16 if rows[is_few].max(initial=0) <= 16 else min(FEW, many_rows)
+    few_rows = 16 if rows[is_few].max(initial=0) <= 16 else min(FEW, many_rows(cache))
     found: dict[str, Items] = {}
-    for name, own, size in (("few", is_few & (rows > 0), few_rows), ("many", ~is_few, many_rows)):
+    for name, own, size in (("few", is_few & (rows > 0), few_rows), ("many", ~is_few, many_rows(cache))):
         pairs = [(row, first) for row in np.flatnonzero(own).tolist() for first in range(0, rows[row], size)]
         if not pairs:
             continue
@@ -105,6 +104,11 @@ def plan(meta: AttentionMetadata, heads: Heads, cache: TritonCache, device: torc
     moved = meta.to(lambda x: torch.as_tensor(x).to(device))
     own = {field.name: getattr(moved, field.name) for field in fields(AttentionMetadata)}
     return PlannedMetadata(**own, **found)
+
+
+def many_rows(cache: TritonCache) -> int:
+    """Return how many rows an item of many rows has."""
+    return configuration(f"attend_rows{_kind(cache)}", cache.spec.head_dim).rows
 
 
 def _kind(cache: TritonCache) -> str:
@@ -166,7 +170,7 @@ def product(x, y, accumulator, DEPTH: tl.constexpr):
 
 @triton.jit
 def split(x, SLICES: tl.constexpr):
-    """Write rows x as slices of int8 and a scale (reference/quantized_kv.split). A third slice that is none is zeros."""
+    """Write rows x as slices of int8 and a scale (reference/quantized_kv.split). The third may be zeros."""
     greatest = tl.max(tl.abs(x), axis=1)
     usable = (greatest >= SMALLEST_ROW) & (greatest < float("inf"))
     steps = tl.full([x.shape[0]], 127.0, tl.float32)
@@ -418,7 +422,9 @@ def finish(
         blind = l == 0.0
     result = divide(o, tl.where(blind, 1.0, l)[:, None]) + 0.0  # no -0
     to = out + row[:, None] * D + d[None, :]
-    tl.store(to, tl.where(blind[:, None], 0.0, result).to(out.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    tl.store(
+        to, tl.where(blind[:, None], 0.0, result).to(out.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :]
+    )
     if lse is not None:
         tl.store(lse + row, tl.where(blind, NEVER, (m + tl.log2(tl.where(blind, 1.0, l))) * LOG2), mask=inside)
 
@@ -544,7 +550,7 @@ def attend(
     window, sinks = meta.sliding_window if windowed else SEES_ALL, meta.num_sink_tokens
     places = meta.query_start_loc, meta.seq_lens
     numbers = params.scale, params.softcap or 0.0, log2
-    constants = shape | {"SPAN": SPAN, "WIDTH": width, "CHUNKED": False}
+    constants = shape | {"SPAN": SPAN, "WIDTH": width, "CHUNKED": meta.chunked}
     form = {
         "BLOCK": spec.block_size,
         "TILE": TILE,

@@ -84,6 +84,21 @@ class TritonCache:
         parts = [self.keys[block_id], self.values[block_id]]
         return parts if self.token_scales is None else [*parts, *self.token_scales[:, block_id]]
 
+    def read_block(self, block_id: int) -> bytes:
+        """Copy a block to the host, part by part."""
+        parts = [part.reshape(-1).view(torch.uint8).cpu() for part in self.block(block_id)]
+        return bytes(torch.cat(parts).numpy())
+
+    def write_block(self, block_id: int, content: bytes | memoryview) -> None:
+        """Overwrite a block. Raise ValueError if the content has another size."""
+        parts = self.block(block_id)
+        sizes = [part.nbytes for part in parts]
+        if len(content) != sum(sizes):
+            raise ValueError(f"content: {len(content)} bytes, but a block has {sum(sizes)}")
+        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        for part, values in zip(parts, torch.split(whole, sizes), strict=True):
+            part.view(-1).view(torch.uint8).copy_(values)
+
 
 def _channels(scales: KVScales, keys: Tensor) -> Tensor:
     found = [as_torch(getattr(scales, name)) for name in CHANNELS]

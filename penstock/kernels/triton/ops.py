@@ -1,6 +1,6 @@
 """TritonOps: the operations of kernels/ops.py on a GPU. Each method is one function of the file that has its kernels.
 
-Attention, the cache and sampling are missing, so `load_ops` does not return it yet.
+Sampling is missing, so `load_ops` does not return it yet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.metadata import RotaryParams, RouterParams, own
+from penstock.kernels.metadata import (
+    AttentionMetadata,
+    AttentionParams,
+    CacheSpec,
+    Heads,
+    KVCache,
+    RotaryParams,
+    RouterParams,
+    own,
+)
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
 from penstock.kernels.tensors import Array, Dtype, as_torch, dtype_of
-from penstock.kernels.triton import experts, int4, norms, packed, products, rotary, rows
+from penstock.kernels.triton import attention, experts, int4, norms, packed, products, rotary, rows
+from penstock.kernels.triton import cache as paged
+from penstock.kernels.triton.attention import PlannedMetadata
+from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.quantize import operand
@@ -179,6 +191,55 @@ class TritonOps:
             q, k, v = (self._output(None, (len(qkv), count, heads.head_dim), self.dtype) for count in counts)
             out = q, k, v
         return rotary.rotary_qkv(qkv, positions, params, out)
+
+    def rotary_q(self, qkv: Tensor, positions: Tensor, params: RotaryParams, *, out: Tensor | None = None) -> Tensor:
+        heads = params.heads
+        q = self._output(out, (len(qkv), heads.num_heads, heads.head_dim), self.dtype)
+        return rotary.rotary_qkv(qkv, positions, params, (q, q, q), only_q=True)[0]
+
+    # --- attention and its cache -------------------------------------------------------------------------------------
+
+    def new_kv_cache(self, spec: CacheSpec) -> KVCache:
+        return TritonCache.new(spec, self.device)
+
+    def store_kv(self, cache: KVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        paged.store(own(cache, TritonCache), k, v, slots)
+
+    def load_kv(self, cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return paged.load(own(cache, TritonCache), slots)
+
+    def copy_block(self, cache: KVCache, source: int, target: int) -> None:
+        whole = own(cache, TritonCache)
+        for part, copy in zip(whole.block(source), whole.block(target), strict=True):
+            copy.copy_(part)
+
+    def read_block(self, cache: KVCache, block_id: int) -> bytes:
+        return own(cache, TritonCache).read_block(block_id)
+
+    def write_block(self, cache: KVCache, block_id: int, content: bytes | memoryview) -> None:
+        own(cache, TritonCache).write_block(block_id, content)
+
+    def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
+        return attention.plan(meta, heads, own(cache, TritonCache), self.device)
+
+    def attend(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+        params: AttentionParams,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        whole, (tokens, num_heads, head_dim) = own(cache, TritonCache), q.shape[-3:]
+        if not isinstance(meta, PlannedMetadata):
+            heads = Heads(num_heads, whole.spec.num_kv_heads, head_dim)
+            meta = attention.plan(meta, heads, whole, self.device)
+        out = self._output(out, (tokens, num_heads * head_dim), self.dtype)
+        return attention.attend(q, (k_new, v_new), whole, meta, params, out, lse)
 
     def _output(self, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device) if out is None else out

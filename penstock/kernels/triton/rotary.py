@@ -50,14 +50,14 @@ def part(
     tl.store(out + at, x.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last"])
 def rotate(
-    qkv, positions, cos_sin, q_norm, k_norm, v_norm, q_scale, q_out, k_out, v_out, eps,
+    qkv, positions, cos_sin, q_norm, k_norm, v_norm, q_scale, q_out, k_out, v_out, eps, last,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     Q_TOGETHER: tl.constexpr, K_TOGETHER: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     token, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = tl.load(positions + token)
+    position = tl.minimum(tl.load(positions + token), last)
     row, to = qkv + token * ((H + KV * HKV) * D), token * (HKV * D)
     q_chunks: tl.constexpr = (H + HEADS - 1) // HEADS
     k_chunks: tl.constexpr = (HKV + HEADS - 1) // HEADS
@@ -77,8 +77,13 @@ def rotary_qkv(
     positions: torch.Tensor,
     params: RotaryParams,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    only_q: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split, norm, scale and rotate q, k and v into out."""
+    """Split, norm, scale and rotate q, k and v into out. only_q: k and v are left out, whatever `out` says.
+
+    A position after the last one of the tables counts as the last one.
+    """
     heads, head_dim = params.heads, params.heads.head_dim
 
     def together(weight: torch.Tensor | None, count: int) -> bool:
@@ -86,7 +91,8 @@ def rotary_qkv(
 
     q_together, k_together = together(params.q_norm, heads.num_heads), together(params.k_norm, heads.num_kv_heads)
     own = triton.next_power_of_2(heads.num_heads) if q_together or k_together else HEADS
-    chunks = triton.cdiv(heads.num_heads, own) + 2 * triton.cdiv(heads.num_kv_heads, own)
+    chunks = triton.cdiv(heads.num_heads, own) + (0 if only_q else 2 * triton.cdiv(heads.num_kv_heads, own))
+    table = params.q_scale if params.cos_sin is None else params.cos_sin
     tables = params.cos_sin, params.q_norm, params.k_norm, params.v_norm, params.q_scale
     launch(
         rotate,
@@ -96,6 +102,7 @@ def rotary_qkv(
         *tables,
         *out,
         params.eps,
+        2**31 - 1 if table is None else len(table) - 1,
         H=heads.num_heads,
         HKV=heads.num_kv_heads,
         D=head_dim,

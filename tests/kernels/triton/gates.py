@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import triton
 
-from penstock.kernels.metadata import Heads, RotaryParams, RouterParams
+from penstock.kernels.metadata import AttentionParams, CacheSpec, Heads, RotaryParams, RouterParams
 from penstock.kernels.ops import Packing
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.triton import experts, int4, norms, products, rotary, rows
+from penstock.kernels.triton import attention, experts, int4, norms, products, rotary, rows
+from penstock.kernels.triton.attention import Items, PlannedMetadata
+from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.launch import compiling
 from penstock.kernels.triton.packed import TritonLinear, assemble, shapes
@@ -80,6 +82,40 @@ def row_cases() -> Iterator[Case]:
     yield "embedding", lambda: rows.embed(positions, meta(999, 4096), 1.0, x)
 
 
+def attend(few_rows: int = 0, head_dim: int = 128, kind: torch.dtype = BF16, sinks: int = 0, **params: Any) -> None:
+    """Attention for items of few rows, if a number is given, otherwise for items of many."""
+    device, int32, dtype = torch.device("meta"), torch.int32, F32 if kind == F32 else BF16
+    cache = TritonCache.new(CacheSpec(8, 128, 8, head_dim, kind, 2 * (kind == torch.int8)), device)
+    q = meta(*[2][: bool(sinks)], 64, 32, head_dim, dtype=dtype)
+    k = meta(64, 8, head_dim, dtype=dtype)
+    items = meta(4, 2, dtype=int32)
+    states = meta(4, 8, 2, few_rows, head_dim, dtype=F32), meta(4, 8, 2, few_rows, 2, dtype=F32)
+    step = PlannedMetadata(
+        *(meta(5, dtype=int32), meta(4, dtype=int32), meta(4, 9, dtype=int32), meta(64, dtype=torch.int64)),
+        block_size=128,
+        sliding_window=1000 if sinks else None,
+        num_sink_tokens=sinks,
+        few=Items(items, few_rows, 2, *states) if few_rows else None,
+        many=None if few_rows else Items(items, attention.many_rows(cache)),
+    )
+    out, lse = meta(64, 32 * head_dim, dtype=dtype), meta(64, 32, dtype=F32)
+    attention.attend(q, (k, k), cache, step, AttentionParams(head_dim**-0.5, **params), out, lse)
+
+
+def attention_cases(architecture: int) -> Iterator[Case]:
+    yield "attention", attend
+    if architecture in (80, 86, 90):  # one for each table
+        yield "attention of few rows", lambda: attend(16)
+    if architecture == 86:
+        yield "attention with heads of 256", lambda: attend(head_dim=256)
+    if architecture == 90:
+        yield "attention of some rows", lambda: attend(64)
+        yield "attention of few rows with int8", lambda: attend(16, kind=torch.int8)
+        yield "attention with int8", lambda: attend(kind=torch.int8)
+        yield "attention of few rows in float32", lambda: attend(16, kind=F32)
+        yield "attention with sinks", lambda: attend(sinks=4, softcap=50.0, sink_logits=meta(32, dtype=F32))
+
+
 def cases(architecture: int) -> Iterator[Case]:
     """Every kernel in every configuration of its table, at the sizes of an 8B model.
 
@@ -94,6 +130,7 @@ def cases(architecture: int) -> Iterator[Case]:
     for count in (16, 64) if architecture == 90 else (64,):
         yield f"int4 product of {count} rows", lambda count=count: int4_product(count, "int4")
         yield f"int4-a16 product of {count} rows", lambda count=count: int4_product(count, "int4-a16")
+    yield from attention_cases(architecture)
     if architecture == 90:
         yield from row_cases()
         yield "int8-x3 product", lambda: product(16, Packing(EIGHT, Scheme.parse("int8-x3")))

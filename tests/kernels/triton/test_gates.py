@@ -14,6 +14,13 @@ KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # of a program
 FEW_BYTES = 64  # of a thread, that may be in memory: a few registers of the largest tiles
 
+WRITTEN = {"attend_span": 64, "attend_rows": 128}  # fused multiply-adds: one for each score of a thread
+FEW_QUERIES = {  # fewer than the 64 rows of wgmma, whose bits they have
+    "attention of few rows",
+    "attention of few rows with int8",
+    "attention with int8",
+}
+
 
 @pytest.fixture(scope="module", params=sorted(SHARED))
 def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
@@ -33,12 +40,12 @@ def test_kernels(kernels: list[dict[str, Any]]) -> None:
     for found in kernels:
         architecture = found["architecture"]
         fine = {
-            "no spills": found["stack"] <= FEW_BYTES,
+            "no spills": found["stack"] <= FEW_BYTES * (1 + ("float32" in found["case"])),
             "shared memory": found["shared"] <= SHARED[architecture],
-            "wgmma": architecture != 90 or found["mma"] == 0,
+            "wgmma": architecture != 90 or found["mma"] == 0 or found["case"] in FEW_QUERIES,
             "in place": found["not in place"] == 0,
             "kWidth": found["kwidths"] in ([], [2]),
-            "contraction": found["contracted"] == 0 or found["case"] == "float32 product",
+            "contraction": found["contracted"] <= WRITTEN.get(found["kernel"], 0) or "float32" in found["case"],
         }
         wrong += [(name, found) for name, is_fine in fine.items() if not is_fine]
     assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong)

@@ -52,6 +52,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "rotary_qkv": lambda ops, **out: ops.rotary_qkv(
         draw(2, 4 * 6), torch.tensor([1, 4]), RotaryParams(Heads(2, 1, 6), draw(5, 6)), **out
     ),
+    "rotary_q": lambda ops, **out: ops.rotary_q(
+        draw(2, 4 * 6), torch.tensor([1, 9]), RotaryParams(Heads(2, 1, 6), draw(5, 6)), **out
+    ),
     "experts": lambda ops, **out: ops.experts(
         draw(2, 24, dtype=BF16),
         [packed(ops, Packing(gated=True))] * 4,
