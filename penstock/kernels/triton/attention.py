@@ -17,6 +17,7 @@ Keys and values of new tokens are stored before (cache.py), so every position is
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,8 +103,8 @@ def plan(meta: AttentionMetadata, heads: Heads, cache: TritonCache, device: torc
         sums = torch.empty(*shape, 2, dtype=torch.float32, device=device)
         found["few"] = replace(few, spans=spans, states=states, sums=sums)
     moved = meta.to(lambda x: torch.as_tensor(x).to(device))
-    own = {field.name: getattr(moved, field.name) for field in fields(AttentionMetadata)}
-    return PlannedMetadata(**own, **found)
+    own_fields: dict[str, Any] = {field.name: getattr(moved, field.name) for field in fields(AttentionMetadata)}
+    return PlannedMetadata(**own_fields, few=found.get("few"), many=found.get("many"))
 
 
 def many_rows(cache: TritonCache) -> int:
@@ -247,6 +248,23 @@ def read_queries(
 
 
 @triton.jit
+def shaped(s, slope, at, position, scale, softcap, SOFTCAP: tl.constexpr, BEFORE: tl.constexpr):
+    """Scale products, and add their biases. Without a soft cap or biases, the scale is a part of log2."""
+    if SOFTCAP or slope is not None:
+        if slope is not None:
+            bias = slope[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
+            if BEFORE:
+                s = s + bias
+        s = s * scale
+        if SOFTCAP:
+            s = tanh(divide(s, tl.full([1, 1], 0.0, tl.float32) + softcap)) * softcap
+        if slope is not None:
+            if not BEFORE:
+                s = s + bias
+    return s
+
+
+@triton.jit
 def attend_tile(
     queries, cache, base, head, bounds, slope, m, l, o, numbers,
     HKV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
@@ -278,17 +296,7 @@ def attend_tile(
             s = s * q_scale[:, None] + q_total[:, None]
     else:
         s = product(a, k, tl.zeros([ROWS, TILE], tl.float32), WIDTH)
-    if SOFTCAP or slope is not None:  # otherwise the scale is a part of log2
-        if slope is not None:
-            bias = slope[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
-            if BEFORE:
-                s = s + bias
-        s = s * scale
-        if SOFTCAP:
-            s = tanh(divide(s, tl.full([1, 1], 0.0, tl.float32) + softcap)) * softcap
-        if slope is not None:
-            if not BEFORE:
-                s = s + bias
+    s = shaped(s, slope, at, position, scale, softcap, SOFTCAP, BEFORE)
     if MASKED:
         seen = (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
         s = tl.where(seen, s, NEVER)
@@ -541,8 +549,8 @@ def attend(
         rows = q.numel() // head_dim
         slices = torch.empty(rows, spec.slices, head_dim, dtype=torch.int8, device=q.device)
         q_numbers = torch.empty(rows, 2, dtype=torch.float32, device=q.device)
-        numbers = q, slices, q_numbers, cache.channel_scales
-        launch(split_queries, (rows,), *numbers, **shape, WIDTH=width, SLICES=spec.slices, warps=1)
+        operands = q, slices, q_numbers, cache.channel_scales
+        launch(split_queries, (rows,), *operands, **shape, WIDTH=width, SLICES=spec.slices, warps=1)
         q = slices
     plain = params.softcap is None and params.alibi_slopes is None
     log2 = params.scale * LOG2E if plain else LOG2E
@@ -560,27 +568,22 @@ def attend(
         "SINK_QUERIES": has_sink_queries,
     }
     stored = cache.keys, cache.values, cache.token_scales
-    kind = _kind(cache)
+    kind, ends = _kind(cache), (cache.channel_scales, params.sink_logits, out, lse)
     steps = len(cache.keys), tokens, meta.block_table.shape[1], window, sinks
     if (few := meta.few) is not None:
         wide = " wide" if few.rows > 16 else ""
         tile = configuration(f"attend_span{wide}{kind}", head_dim)
         grid = few.spans, spec.num_kv_heads, len(few.items)
         arguments = q, q_numbers, *stored, few.items, *places, meta.block_table, params.alibi_slopes
-        options = constants | form | {"ROWS": few.rows}
+        options = constants | form | {"ROWS": few.rows, "warps": tile.warps, "stages": tile.stages}
         states = few.states, few.sums
-        sizes = *steps, few.spans, *numbers
-        launch(attend_span, grid, *arguments, *states, *sizes, **options, warps=tile.warps, stages=tile.stages)
-        ends = cache.channel_scales, params.sink_logits, out, lse
-        sizes = window, sinks, few.spans
-        options = constants | {"ROWS": few.rows}
-        launch(fold_spans, grid[1:], *states, few.items, *places, *ends, *sizes, **options, warps=4)
+        launch(attend_span, grid, *arguments, *states, *steps, few.spans, *numbers, **options)
+        options = constants | {"ROWS": few.rows, "warps": 4}
+        launch(fold_spans, grid[1:], *states, few.items, *places, *ends, window, sinks, few.spans, **options)
     if (many := meta.many) is not None:
         tile = configuration(f"attend_rows{kind}", head_dim)
-        grid = len(many.items), spec.num_kv_heads
         arguments = q, q_numbers, *stored, many.items, *places, meta.block_table, params.alibi_slopes
-        ends = cache.channel_scales, params.sink_logits, out, lse
         options = constants | form | {"ROWS": many.rows, "SINKS": sinks > 0, "WINDOWED": windowed}
-        sizes = *steps, *numbers
-        launch(attend_rows, grid, *arguments, *ends, *sizes, **options, warps=tile.warps, stages=tile.stages)
+        options |= {"warps": tile.warps, "stages": tile.stages}
+        launch(attend_rows, (len(many.items), spec.num_kv_heads), *arguments, *ends, *steps, *numbers, **options)
     return out

@@ -8,7 +8,7 @@ because tensor cores read operands of 8 bits along the summed dimension only. Th
 [keys or values, block, kv head, position, 2]. Integers, scales and offsets are those of reference/quantized_kv.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -28,7 +28,7 @@ LEAST = tl.constexpr(float(SMALLEST))
 CHANNELS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TritonCache:
     """One layer's cache.
 
@@ -42,6 +42,11 @@ class TritonCache:
     spec: CacheSpec
     token_scales: Tensor | None = None
     channel_scales: Tensor | None = None
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        tensors = self.keys, self.values, self.token_scales
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @classmethod
     def new(cls, spec: CacheSpec, device: torch.device) -> "TritonCache":
@@ -72,11 +77,6 @@ class TritonCache:
         if spec.scales is not None:
             return cls(keys, values, spec, channel_scales=_channels(spec.scales, keys))
         return cls(keys, values, spec, torch.empty(2, *shape, 2, dtype=torch.float32, device=device))
-
-    @property
-    def num_bytes(self) -> int:
-        tensors = self.keys, self.values, self.token_scales
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def block(self, block_id: int) -> list[Tensor]:
         """View the memory of a block, in parts. Raise ValueError if the cache does not have the block."""

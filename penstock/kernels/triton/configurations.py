@@ -89,15 +89,18 @@ SMALLER: dict[str, Choices] = AMPERE | {
     "many_rows leaves": ((MANY, Tile(128, 64, 32, 8, 3)),),
     "many_rows int8": ((MANY, Tile(128, 128, 64, 8, 3)),),
 }
+WIDER: Choices = ((MANY, Tile(32, 128, 256, 4, 1)),)
+INTERPRETED: dict[str, Choices] = {
+    name: WIDER if name.startswith("attend_rows") else ((MANY, SMALL),) for name in HOPPER
+}
 TABLES: dict[int, dict[str, Choices]] = {
-    INTERPRETER: dict.fromkeys(HOPPER, ((MANY, SMALL),))
-    | dict.fromkeys(("attend_rows", "attend_rows int8", "attend_rows float32"), ((MANY, Tile(32, 128, 256, 4, 1)),)),
+    INTERPRETER: INTERPRETED,
     80: AMPERE,
     86: SMALLER,
     89: SMALLER,
     90: HOPPER,
     # items of so few rows that all of attention is computed by mma.sync: nobody has compared its bits with tcgen05's
-    100: HOPPER | {"attend_rows": ((128, Tile(32, 128, 128, 4, 3)), (MANY, Tile(32, 128, 256, 8, 1)))},
+    100: HOPPER | {"attend_rows": ((128, Tile(32, 128, 128, 8, 3)), (MANY, Tile(32, 128, 256, 8, 1)))},
     120: SMALLER,
 }
 

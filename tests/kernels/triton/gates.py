@@ -113,7 +113,7 @@ def attention_cases(architecture: int) -> Iterator[Case]:
         yield "attention of few rows with int8", lambda: attend(16, kind=torch.int8)
         yield "attention with int8", lambda: attend(kind=torch.int8)
         yield "attention of few rows in float32", lambda: attend(16, kind=F32)
-        yield "attention with sinks", lambda: attend(sinks=4, softcap=50.0, sink_logits=meta(32, dtype=F32))
+        yield "attention with sinks", lambda: attend(sinks=4, sink_logits=meta(32, dtype=F32))
 
 
 def cases(architecture: int) -> Iterator[Case]:
