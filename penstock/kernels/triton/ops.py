@@ -1,9 +1,9 @@
 """TritonOps: the operations of kernels/ops.py on a GPU. Each method is one function of the file that has its kernels.
 
-Sampling is missing, so `load_ops` does not return it yet.
+`load_ops` does not return it yet: nothing finds a device, and no model has been run with it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from penstock.kernels.metadata import (
     own,
 )
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
-from penstock.kernels.tensors import Array, Dtype, as_torch, dtype_of
-from penstock.kernels.triton import attention, experts, int4, norms, packed, products, rotary, rows
+from penstock.kernels.sampling import SamplingTensors, TokenScores
+from penstock.kernels.tensors import Array, Dtype, as_array, as_torch, dtype_of
+from penstock.kernels.triton import attention, experts, int4, norms, packed, products, rotary, rows, sampling
 from penstock.kernels.triton import cache as paged
 from penstock.kernels.triton.attention import PlannedMetadata
 from penstock.kernels.triton.cache import TritonCache
@@ -34,6 +35,7 @@ class TritonOps:
     """Operations on one device. dtype: the type of weights and of the operands of products."""
 
     name = "triton"
+    is_planned = False
 
     def __init__(self, dtype: Dtype, device: Any = "cuda") -> None:
         self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)
@@ -240,6 +242,32 @@ class TritonOps:
             meta = attention.plan(meta, heads, whole, self.device)
         out = self._output(out, (tokens, num_heads * head_dim), self.dtype)
         return attention.attend(q, (k_new, v_new), whole, meta, params, out, lse)
+
+    # --- from logits to ids ------------------------------------------------------------------------------------------
+
+    def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return sampling.log_softmax(logits, self._output(out, tuple(logits.shape), torch.float32))
+
+    def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+        return sampling.choose(logits, params)
+
+    def token_scores(self, logits: Tensor, ids: Tensor, num_top: int) -> TokenScores:
+        return sampling.token_scores(logits, ids, num_top)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+        if self.device.type == "cpu":
+            return lambda: [as_array(tensor) for tensor in tensors]
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> list[Array]:
+            copied.synchronize()
+            return [as_array(copy) for copy in copies]
+
+        return wait
 
     def _output(self, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device) if out is None else out

@@ -18,8 +18,9 @@ import triton
 
 from penstock.kernels.metadata import AttentionParams, CacheSpec, Heads, RotaryParams, RouterParams
 from penstock.kernels.ops import Packing
+from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.triton import attention, experts, int4, norms, products, rotary, rows
+from penstock.kernels.triton import attention, experts, int4, norms, products, rotary, rows, sampling
 from penstock.kernels.triton.attention import Items, PlannedMetadata
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.experts import Experts
@@ -116,6 +117,17 @@ def attention_cases(architecture: int) -> Iterator[Case]:
         yield "attention with sinks", lambda: attend(sinks=4, sink_logits=meta(32, dtype=F32))
 
 
+def sampling_cases() -> Iterator[Case]:
+    logits, ids, numbers = meta(4, 128256, dtype=F32), meta(4, dtype=torch.int64), meta(4, dtype=F32)
+    pairs, key = meta(9, 2, dtype=torch.int64), meta(4, 3, dtype=torch.int64)
+    given = SamplingTensors(numbers, ids, numbers, numbers, key, pairs, (pairs, meta(9, dtype=F32)))
+    yield "sampling", lambda: sampling.choose(logits, given)
+    counts = numbers, numbers, pairs, meta(9, dtype=F32)
+    greedy = SamplingTensors(numbers, repetition=(numbers, pairs), counts=counts)
+    yield "greedy sampling", lambda: sampling.choose(logits, greedy)
+    yield "log-probabilities", lambda: sampling.token_scores(logits, ids, 5)
+
+
 def cases(architecture: int) -> Iterator[Case]:
     """Every kernel in every configuration of its table, at the sizes of an 8B model.
 
@@ -133,6 +145,7 @@ def cases(architecture: int) -> Iterator[Case]:
     yield from attention_cases(architecture)
     if architecture == 90:
         yield from row_cases()
+        yield from sampling_cases()
         yield "int8-x3 product", lambda: product(16, Packing(EIGHT, Scheme.parse("int8-x3")))
         yield "float32 product", lambda: product(16, Packing(), F32)
 
