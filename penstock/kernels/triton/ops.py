@@ -140,9 +140,16 @@ class TritonOps:
         return x, self._norm(x, h, weight, None, eps, out, self.dtype, centred=False)
 
     def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        dtype: Dtype | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        return self._norm(x, None, weight, bias, eps, out, self.dtype, centred=True)
+        return self._norm(x, None, weight, bias, eps, out, dtype or self.dtype, centred=True)
 
     def add_layer_norm(
         self, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out: Tensor | None = None

@@ -47,6 +47,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "rms_norm": lambda ops, **out: ops.rms_norm(draw(3, 24), draw(24), 1e-5, **out),
     "rms_norm in float32": lambda ops, **out: ops.rms_norm(draw(3, 24), draw(24), 1e-5, dtype=torch.float32, **out),
     "layer_norm": lambda ops, **out: ops.layer_norm(draw(3, 24), draw(24), None, 1e-5, **out),
+    "layer_norm in float32": lambda ops, **out: ops.layer_norm(
+        draw(3, 24), draw(24), draw(24), 1e-5, dtype=torch.float32, **out
+    ),
     "round": lambda ops, **out: ops.round(draw(3, 24), **out),
     "xielu": lambda ops, **out: ops.xielu(draw(3, 24), XieluCurve(0.8, 1.3, 0.5, -1e-6), **out),
     "rotary_qkv": lambda ops, **out: ops.rotary_qkv(
