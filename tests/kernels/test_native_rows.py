@@ -104,7 +104,7 @@ class Rows(Native):
         self._call(
             "rotary_qkv", qkv, positions, cos_sin, q_scale, *sizes, len(qkv), *heads,
             q_norm, head_dim if q_norm is None else len(q_norm), k_norm, head_dim if k_norm is None else len(k_norm),
-            EPS, q, k, v, TYPES[dtype],
+            None, 0, EPS, q, k, v, TYPES[dtype],
         )  # fmt: skip
         return q, k, v
 
@@ -121,7 +121,9 @@ class Rows(Native):
     def route(self, logits: Tensor, top_k: int, renormalize: bool = False) -> tuple[Tensor, Tensor]:
         ids = torch.full((len(logits), top_k), -1)
         weights = torch.full((len(logits), top_k), torch.nan)
-        self._call("route", logits, *logits.shape, top_k, 0, None, 1, 1, 1, int(renormalize), 0, 1, 0, ids, weights)
+        self._call(
+            "route", logits, *logits.shape, top_k, 0, None, 1, 1, 1, int(renormalize), 0, 1, None, 0, ids, weights
+        )
         return ids, weights
 
     def _call(self, name: str, *arguments: Any) -> None:

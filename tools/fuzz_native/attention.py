@@ -15,6 +15,7 @@ from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz, same_bits
 ATTENDED = {FLOAT32: 2e-5, BFLOAT16: 0.03, INT8: 0.03}  # largest error of a result, given the stored values
 SPAN = 2048  # tokens; neighbouring sequences share prefixes of whole spans
 Sight = tuple[int | None, int, bool]  # window, sink tokens, whether windows are chunks
+UNLIMITED: Sight = (None, 0, False)
 
 
 def attend(fuzz: Fuzz) -> None:
@@ -63,7 +64,7 @@ def _params(fuzz: Fuzz, heads: Heads) -> AttentionParams:
 
 
 def _metadata(paged: Paged, chosen: list[int], new: list[int], sight: Sight) -> AttentionMetadata:
-    (window, sinks, chunked), fuzz, lengths = paged.fuzz, [paged.lengths[row] for row in chosen]
+    (window, sinks, chunked), fuzz, lengths = sight, paged.fuzz, [paged.lengths[row] for row in chosen]
     starts = np.cumsum([0, *(new[row] for row in chosen)]).astype(INT32)
     slots = [paged.slots(row, paged.lengths[row] - new[row], paged.lengths[row]) for row in chosen]
     arrays = starts, np.array(lengths, dtype=INT32), paged.table[chosen], np.concatenate([np.empty(0, INT64), *slots])
@@ -121,7 +122,7 @@ def _compare(paged: Paged, row: int, found: Array, queries: list[Array], params:
 def attend_refuses(fuzz: Fuzz) -> None:
     """Check that a slot, block or length out of range is refused before anything is written."""
     paged = Paged(fuzz, [40, 20])
-    meta = _metadata(paged, [0, 1], [1, 1], None, 0)
+    meta = _metadata(paged, [0, 1], [1, 1], UNLIMITED)
     planned = paged.cache.plan(meta, paged.heads, paged.dtype, LEVELS[fuzz.level], fuzz.threads)
     end = paged.cache.spec.num_blocks
     damage = fuzz.random.choice(("slot", "block", "lengths", "starts"))
@@ -150,7 +151,7 @@ def attend_refuses(fuzz: Fuzz) -> None:
 def attention_bytes(fuzz: Fuzz) -> None:
     """Check that the library and the planner agree on the memory of a step, and that it can be reserved."""
     paged = Paged(fuzz, [fuzz.size(1) for _ in range(fuzz.rows())])
-    meta = _metadata(paged, list(range(len(paged.lengths))), [1] * len(paged.lengths), None, 0)
+    meta = _metadata(paged, list(range(len(paged.lengths))), [1] * len(paged.lengths), UNLIMITED)
     planned = paged.cache.plan(meta, paged.heads, paged.dtype, LEVELS[fuzz.level], fuzz.threads)
     step, found = fill_step(PenstockAttentionStep(), planned), fuzz.out((2,), INT64)
     assert fuzz.library.penstock_attention_bytes(ctypes.addressof(step), paged.cache.address, found) == OK

@@ -143,7 +143,8 @@ def rotary_qkv(fuzz: Fuzz) -> None:
     heads, dtype = kv_heads * fuzz.random.choice((1, 3)), fuzz.dtype()
     positions, rotary = fuzz.size(1), 2 * fuzz.random.randint(1, head_dim // 2)
     norms = fuzz.random.choice(((0, 0), (head_dim, head_dim), (heads * head_dim, kv_heads * head_dim)))
-    qkv = fuzz.floats(rows, (heads + 2 * kv_heads) * head_dim).values
+    values_are_keys, v_norm = fuzz.chance(0.2), fuzz.random.choice((None, fuzz.normal(head_dim)))
+    qkv = fuzz.floats(rows, (heads + (1 if values_are_keys else 2) * kv_heads) * head_dim).values
     (at, expected), cos_sin = fuzz.ids(rows, limit=positions), fuzz.normal(positions, rotary)
     cos_sin, q_scale = fuzz.random.choice((cos_sin, None)), fuzz.random.choice((fuzz.normal(positions), None))
     weights = [item for size in norms for item in (fuzz.normal(size) if size else None, size)]
@@ -154,7 +155,8 @@ def rotary_qkv(fuzz: Fuzz) -> None:
         outs = [fuzz.out((len(chosen), count * head_dim), dtype) for count in (heads, kv_heads, kv_heads)]
         fuzz.call(
             "rotary_qkv", fuzz.array(qkv[chosen]), fuzz.array(at.values[chosen]), cos_sin, q_scale, positions,
-            rotary, len(chosen), heads, kv_heads, head_dim, *weights, 1e-6, *outs, TYPES[dtype], expected=expected,
+            rotary, len(chosen), heads, kv_heads, head_dim, *weights, v_norm, int(values_are_keys), 1e-6, *outs,
+            TYPES[dtype], expected=expected,
         )  # fmt: skip
         return np.concatenate([out.values for out in outs], axis=1)
 
@@ -162,7 +164,9 @@ def rotary_qkv(fuzz: Fuzz) -> None:
         compute(np.arange(rows))
         return
     found = fuzz.same_alone(compute, rows)
-    values = qkv[:, (heads + kv_heads) * head_dim :]
+    if v_norm is not None:
+        return
+    values = qkv[:, -kv_heads * head_dim :]
     fuzz.close_to(found[:, (heads + kv_heads) * head_dim :], values.astype(np.float64), PRECISION[dtype])
 
 
@@ -173,9 +177,10 @@ def route(fuzz: Fuzz) -> None:
     ids, weights = fuzz.out((rows, top_k), INT64), fuzz.out((rows, top_k))
     groups = fuzz.random.choice([item for item in (1, 2, 3, 4, 8) if experts % item == 0])
     top_groups = fuzz.random.choice([item for item in range(1, groups + 1) if item * experts // groups >= top_k])
-    kind, bias = fuzz.random.choice((0, 1, 2)), fuzz.random.choice((None, fuzz.floats(experts)))
-    numbers = int(renormalize), fuzz.random.choice((0.0, 1e-12)), 1.0, 0.02, ids, weights
-    plain = (kind, bias, groups) == (0, None, 1)
+    kind = fuzz.random.choice((0, 1, 2, 3))
+    bias, expert_scale = (fuzz.random.choice((None, fuzz.floats(experts))) for _ in range(2))
+    numbers = int(renormalize), fuzz.random.choice((0.0, 1e-12)), 1.0, expert_scale, 0.02, ids, weights
+    plain = (kind, bias, groups, expert_scale) == (0, None, 1, None)
     group_top = fuzz.random.randint(1, experts // groups)
     fuzz.call("route", logits, rows, experts, top_k, kind, bias, groups, top_groups, group_top, *numbers)
     for row in range(rows):
