@@ -73,9 +73,6 @@ def swap_linears(model: nn.Module, make: LayerFactory, shape: type = OverAxes) -
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     made = {name: _as_torch(make.linear(name), shape) for name in linears}
     for name, layer in made.items():
-        layer.__dict__["weight"] = torch.empty(
-            layer.spec.shape, dtype=make.ops.dtype, device="meta"
-        )  # who asks its type
         _put(model, name, layer)
     return made
 

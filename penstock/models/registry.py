@@ -217,7 +217,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _without_head(name: str) -> str:
-    if name in ("Gemma3ForCausalLM", "Gemma4ForCausalLM"):
+    if name in ("Gemma3ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM"):
         return name.replace("ForCausalLM", "TextModel")
     return re.sub("(ForCausalLM|LMHeadModel)$", "Model", name)
 
@@ -228,12 +228,12 @@ HEADLESS = {_without_head(name): name for name in ARCHITECTURES}  # name without
 def _headless(architecture: Architecture) -> Architecture:
     """Derive an architecture for checkpoints without an LM head, such as those of embedding models.
 
-    The head is tied to the embedding, so it needs no tensor. Its logits are never asked for.
+    The head is tied to the embedding and has no bias, so it needs no tensor. Its logits are never asked for.
     """
     read = architecture.read_config
 
     def read_headless(config: ConfigReader) -> dict[str, Any]:
-        return {**read(config), "tie_word_embeddings": True}
+        return {**read(config), "tie_word_embeddings": True, "lm_head_bias": False}
 
     return replace(architecture, read_config=read_headless, has_lm_head=False)
 

@@ -331,7 +331,7 @@ def _entries(slices: Iterable[Callable[[], list[Array]]], num_top: int) -> Itera
     """Yield one entry per prompt position, up to the first slice whose logits are not finite."""
     for fetch in slices:
         scores = fetch()
-        if np.isnan(scores[1]).any():
+        if not np.equal(scores[1], scores[1]).all():  # NaN, which equals nothing
             return
         yield from token_logprobs(scores, [num_top] * len(scores[0]))
 

@@ -45,6 +45,7 @@ class InstanceWeights(Checkpoint):
     def rows(self, name: str, index: int | None = None) -> FileRows:
         """Read a tensor, or the slice `index` of a stacked one."""
         tensor, entry = self._tensors[name].detach(), self.entries[name]
+        tensor = tensor if tensor.ndim else tensor[None]  # a single number is read as one row, as from a file
         return HeldRows(name, entry, tensor) if index is None else HeldRows(name, entry.slice(index), tensor[index])
 
     def fingerprint(self) -> str:

@@ -125,8 +125,16 @@ class TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(result: Tensor, args: tuple[Any, ...]) -> bool:
-    address = result.untyped_storage().data_ptr()
-    return any(isinstance(item, Tensor) and item.untyped_storage().data_ptr() == address for item in args)
+    address = _address(result)
+    return address is not None and any(isinstance(item, Tensor) and _address(item) == address for item in args)
+
+
+def _address(value: Tensor) -> int | None:
+    """Return where a tensor's memory begins; None if it is of a subclass that has none of its own."""
+    try:
+        return value.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 def _again(
