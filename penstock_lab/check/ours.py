@@ -66,10 +66,11 @@ class OurModel:
     def _context(self, tokens: int) -> ForwardContext:
         """Make the context for one prompt that begins at position 0, in blocks 0, 1, 2, ..."""
         config, ops = self.config, self.ops
-        heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         num_blocks = -(-tokens // BLOCK_SIZE)
         caches, attention = [], []
-        for window in config.layer_windows:
+        for layer, window in enumerate(config.layer_windows):
+            own = config.at(layer)
+            heads = Heads(own.num_attention_heads, own.num_key_value_heads, own.head_dim)
             cache = ops.new_kv_cache(CacheSpec(num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, ops.dtype))
             meta = AttentionMetadata(
                 query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
@@ -91,8 +92,10 @@ class OurModel:
         The norms are fused with the rotation, so they are not separate calls; here they are computed without it.
         """
         for name, module in named_modules(self.model):
-            product = trace.last(f"{name}.qkv_proj")
-            if not isinstance(module, Attention) or module.q_norm is None or module.k_norm is None or product is None:
+            if not isinstance(module, Attention) or module.q_norm is None or module.k_norm is None:
+                continue
+            product = trace.last(f"{name}.qkv_proj") or trace.last(f"{name}.qk_proj")
+            if product is None:
                 continue
             norms = replace(module.rotary_params, cos_sin=None)
             q, k, _ = self.ops.rotary_qkv(product.outputs[0], positions, norms)

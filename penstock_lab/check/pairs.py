@@ -7,7 +7,7 @@ block corresponds to the common parent of the modules of its layers.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from posixpath import commonpath
 
@@ -45,11 +45,11 @@ def find_pairs(parameters: Mapping[str, Parameter], ours: object, theirs: object
     """Match the modules of our model with those of Transformers' model."""
     our_modules, their_modules = (dict(named_modules(model)) for model in (ours, theirs))
     layouts: dict[str, Layout] = {}
-    unmatched: list[str] = []
+    unmatched: dict[str, Parameter] = {}
     for name, parameter in parameters.items():
         layer = name.removesuffix(WEIGHT)
         if isinstance(our_modules.get(name.rpartition(".")[0]), Xielu):  # it has no weight, so its branch is compared
-            unmatched.append(layer)
+            unmatched[layer] = parameter
         if layer == name or parameter.tied_to is not None:
             continue
         unstacked = (item for item in parameter.layouts if item.index is None)
@@ -57,7 +57,7 @@ def find_pairs(parameters: Mapping[str, Parameter], ours: object, theirs: object
         if layout is not None and layer in our_modules:
             layouts[layer] = layout
         else:
-            unmatched.append(layer)
+            unmatched[layer] = parameter
     blocks = _blocks(layouts)
     branches = _branches(unmatched, layouts, blocks)
     known = {ours: theirs for ours, theirs in branches.items() if ours in our_modules and theirs in their_modules}
@@ -120,10 +120,13 @@ def _blocks(layouts: Mapping[str, Layout]) -> dict[str, str]:
     return {block: commonpath(names).replace("/", ".") for block, names in inside.items() if len(names) > 1}
 
 
-def _branches(unmatched: Iterable[str], layouts: Mapping[str, Layout], blocks: Mapping[str, str]) -> dict[str, str]:
+def _branches(
+    unmatched: Mapping[str, Parameter], layouts: Mapping[str, Layout], blocks: Mapping[str, str]
+) -> dict[str, str]:
     """Find the branches with parameters that have no separate module (experts); these are compared as a whole.
 
-    Our branch is the module just below the block; theirs is the parent of the router, whose counterpart is known.
+    Our branch is the module just below the block; theirs is the parent of the router, whose counterpart is known. If
+    that is their block, which computes more, ours is the parent of the experts, and theirs the module of their weights.
     """
     matches = filter(None, map(BLOCK.match, unmatched))
     found = {".".join(match.string.split(".")[: match[1].count(".") + 2]): match[1] for match in matches}
@@ -134,6 +137,11 @@ def _branches(unmatched: Iterable[str], layouts: Mapping[str, Layout], blocks: M
         del parents[blocks.get(block, "")]
         if block in blocks and parents:
             result[branch] = parents.most_common(1)[0][0]
+            continue
+        for layer, parameter in unmatched.items():
+            parent = layer.rpartition(".experts.")[0]
+            if parent and layer.startswith(f"{branch}."):
+                result[parent] = _parent(next(iter(parameter.layouts[0].sources)))
     return result
 
 

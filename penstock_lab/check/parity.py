@@ -196,6 +196,10 @@ class _Walk:
         self.ours, self.source, self.twin, self.theirs, self.tokens = ours.model, source, twin, theirs, tokens
         self.pairs = find_pairs(source.parameters, ours.model, twin)
         self.residual_scale = ours.config.residual_scale  # our stream is divided by it
+        layers = (name.rpartition(".")[0] for name, item in source.parameters.items() if item.tied_to is None)
+        inside = tuple(f"{branch}." for branch in self.pairs.branches)
+        known = self.pairs.layouts
+        self.single = {layer: None for layer in layers if layer not in known and not layer.startswith(inside)}
 
     def places(self, trace: Trace) -> Iterator[Place]:
         activated: str | None = None  # the layer whose activation the next product reads
@@ -209,11 +213,13 @@ class _Walk:
                 if isinstance(layer, Linear):
                     yield from self._input(call, activated)
                     activated = None
+                yield from self._weights(call.name)
                 yield from self._output(call, layer)
             elif call.name in self.pairs.branches:
                 yield from self._between(call, "", self.pairs.branches[call.name])
                 yield from self._experts(call.name)
             elif call.name in self.pairs.blocks:
+                yield from self._weights(call.name)
                 yield from self._between(call, STREAM, self.pairs.blocks[call.name])
 
     def _input(self, call: Call, activated: str | None) -> Iterator[Place]:
@@ -272,6 +278,13 @@ class _Walk:
         worst = max(places, key=lambda place: errors(place.ours, place.theirs)[1], default=None)
         if worst is not None:
             yield worst
+
+    def _weights(self, module: str) -> Iterator[Place]:
+        """Compare the weights of a layer, or in a block, that belong to no module of theirs and to no branch."""
+        for layer in [item for item in self.single if f"{item}.".startswith(f"{module}.")]:
+            del self.single[layer]
+            for parameter, ours, theirs in both_values(layer, self.source, self.twin.state_dict()):
+                yield Place(layer, "", next(iter(parameter.layouts[0].sources)), ours, theirs)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Reshape values with one entry per token to [T, n]. Theirs have a batch axis, and some an axis of heads."""

@@ -78,6 +78,8 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # some defaults are not in the default vocabulary
             if isinstance(found := getattr(config, name, None), int) and found >= config.vocab_size:
                 setattr(config, name, None)
+        if getattr(config, "hidden_size_per_layer_input", 0):  # Gemma 4's, which its larger models leave out
+            config.hidden_size_per_layer_input = 0
         config.save_pretrained(scratch)
         return _tiny_target(scratch, scratch, None)
     if named.suffix == ".json" and named.is_file():
@@ -181,6 +183,9 @@ def _shrink_layers(numbers: ModelConfig, result: dict[str, Any], put: Any) -> No
         if isinstance(value, list) and len(value) == count:
             result[key] = [value[index] for index in chosen]
     put("num_hidden_layers", len(chosen))
+    if result.get("per_layer_config"):
+        own = {int(layer): _shrink_own(item) for layer, item in result["per_layer_config"].items()}
+        result["per_layer_config"] = {str(at): own[index] for at, index in enumerate(chosen) if index in own}
     if "mlp_only_layers" in result:
         result["mlp_only_layers"] = [at for at, index in enumerate(chosen) if not sparse[index]]
         result["decoder_sparse_step"] = 1
@@ -190,6 +195,12 @@ def _shrink_layers(numbers: ModelConfig, result: dict[str, Any], put: Any) -> No
         result["first_k_dense_replace"] = sum(not sparse[index] for index in chosen)
     windows = [numbers.layer_windows[index] is not None for index in chosen]
     put("max_window_layers", windows.index(True) if any(windows) else len(chosen))
+
+
+def _shrink_own(values: dict[str, Any]) -> dict[str, Any]:
+    """Shrink the heads of one layer, so that they still differ from those of the others and divide the query heads."""
+    small = {"head_dim": 2 * HEAD_DIM, **dict.fromkeys(KV_HEADS, 1)}
+    return values | {name: min(values[name], size) for name, size in small.items() if name in values}
 
 
 def _shrink_original_context(values: Any) -> Any:

@@ -92,7 +92,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear"}}, "factor"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, "rope_scaling: beta"),
     ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, "type"),
-    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
+    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 0.5}}, "high_freq_factor"),
     ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 1}}, "beta_fast"),
     ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default"}}, "rope_scaling"),
     ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta"),

@@ -101,8 +101,9 @@ def _layer_heads(read: ConfigReader, shape: Numbers, is_global: list[bool], *, s
         for key in GLOBAL_KEYS:
             if read.has(key):
                 raise read.fail(key, "absent beside per_layer_config")
+        width = max(map(len, read.raw("per_layer_config")), default=0)  # Transformers writes "05" beside "11"
         for layer in range(len(is_global)):
-            if (own := section.section(str(layer))) is not None:
+            if (own := section.section(str(layer)) or section.section(str(layer).zfill(width))) is not None:
                 found[layer] = _heads(own, "num_key_value_heads", "head_dim", common)
                 own.finish(())
         section.finish(())
