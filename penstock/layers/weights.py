@@ -234,6 +234,10 @@ class Vector(WeightLayer):
             stored = rounded(whole(value), FLOAT32 if self.is_exact else self.ops.dtype)
             setattr(self, name, self.ops.tensor(self._value(name, stored)))
 
+    def number(self) -> float:
+        """Read the only value, without an operation of torch's, which would keep a pass from being recorded."""
+        return float(as_array(self.weight)[0])
+
     def _value(self, name: str, stored: Array) -> Array:
         return rounded(stored, FLOAT32)
 

@@ -8,7 +8,6 @@ with experts:  x = s (x + norm(norm(mlp(norm(x))) + norm(experts(norm(x)))))    
 not here: parameter names and sharding (table.yaml), KV layout (runner), arithmetic and rounding (kernels/ops.py)
 """
 
-from penstock.kernels.tensors import as_array
 from penstock.layers.decoder import Attention, GatedMLP, MoE, RMSNormLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import ForwardContext, Module, Tensor
@@ -48,7 +47,7 @@ class Gemma4Block(Module):
             branch = self.sparse(x, branch)
         x = self.ops.add(x, self.post_feedforward_layernorm(branch))
         if self._factor is None:  # it is loaded now
-            self._factor = float(as_array(self.layer_scalar.weight)[0])
+            self._factor = self.layer_scalar.number()
         return (x if self._factor == 1.0 else self.ops.scale(x, self._factor)), None
 
 
