@@ -57,12 +57,12 @@ for package in (penstock, penstock_lab):
             try:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as error:
-                assert error.name.partition(".")[0] in ("torch", "transformers"), error
+                assert error.name.partition(".")[0] in ("torch", "transformers", "triton"), error
                 failed.append(module.name)
 print(json.dumps(failed))
 """
 NEED_TORCH = {
-    "penstock.kernels.reference", "penstock.kernels.cpu.torch_watch", "penstock.layers.swap",
+    "penstock.kernels.reference", "penstock.kernels.triton", "penstock.kernels.cpu.torch_watch", "penstock.layers.swap",
     "penstock.models.transformers", "penstock_lab.bench.attention", "penstock_lab.bench.contention",
     "penstock_lab.bench.experts", "penstock_lab.bench.loading", "penstock_lab.bench.ops", "penstock_lab.bench.perf_log",
     "penstock_lab.bench.products", "penstock_lab.bench.ranks", "penstock_lab.check", "penstock_lab.compat.jetstream",
