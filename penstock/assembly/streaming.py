@@ -1,4 +1,4 @@
-"""What options change in the numbers of a model: the implementation, and the windows of StreamingLLM.
+"""Apply the options that change the numbers of a model: the implementation, and the windows of StreamingLLM.
 
 With attention_sinks N and sliding_window W (Xiao et al., "Efficient Streaming Language Models with Attention Sinks",
 2024), a token at position p sees the first N tokens, the sinks, and the last W tokens up to itself. Positions are those

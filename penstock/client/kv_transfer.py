@@ -302,7 +302,7 @@ class RemotePrefill:
 
 
 async def _pieces(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the bytes of an answer. Raise _PrefillError if they are compressed: nobody has asked for that."""
+    """Yield the bytes of an answer. Raise _PrefillError if it is compressed, which was not asked for."""
     if answer.headers.get("content-encoding", "identity") != "identity":
         raise _PrefillError("the answer is compressed")
     async for piece in answer.aiter_raw():

@@ -13,6 +13,7 @@ limits never reach the server.
 """
 
 import logging
+import math
 import os
 import resource
 import select
@@ -54,6 +55,7 @@ from penstock.weights.hub import resolve_model
 LOGGER = logging.getLogger("penstock")
 LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short texts do not wait for them
 MAX_CHECKED = 1024
+REFUSED_S = 60.0  # how long a refused form is not compiled again; a busy machine may have been the reason
 MANY_IDS = 64  # more ids than this are decoded in the text process, because the text is long
 CALL_CPU_S, CPU_S_PER_CHAR = 1.0, 1e-5  # processor time; a million letters take 0.5 to 1.7 s
 CALL_MEMORY, MEMORY_PER_CHAR = 2**29, 2**11  # bytes; a million letters take 700 MB
@@ -68,7 +70,7 @@ SUBJECTS = {
     "render": ("messages", "the model's chat template"),
     "check_form": (FIELD, "the form"),
 }
-ATTEMPTS = 3  # to carry out a call whose process is killed by somebody else, or by the system for lack of memory
+ATTEMPTS = 3  # at a call whose process is killed or stopped from outside, as by the system for lack of memory
 POLL_S = 0.5  # between two checks of whether a text process was stopped
 LOAD_CPU_S = 120.0
 FORM_CPU_S, FORM_MEMORY = 0.4, 2**29  # to compile a form of answers
@@ -116,9 +118,8 @@ class IsolatedTokenizer:
         self._short = TextWorker(folder, chat_template)
         self._long = TextWorker(folder, chat_template, at_once=False)
         self._forms = TextWorker(folder, at_once=False)  # a form that is cut off must not hold up tokenising
-        self._checked: OrderedDict[bytes, InvalidRequestError | None] = (
-            OrderedDict()
-        )  # by digest, why a form is refused
+        # By the digest of a form: until when its result holds, and why it is refused, if it is.
+        self._checked: OrderedDict[bytes, tuple[float, InvalidRequestError | None]] = OrderedDict()
 
     def load(self) -> None:
         """Load the files in the text process, then in this process, which only decodes.
@@ -170,16 +171,17 @@ class IsolatedTokenizer:
     def check_form(self, form: StructuredOutputsParams, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raise InvalidRequestError for a form of answers that cannot be followed, or takes too long to compile."""
         digest = blake2b(repr(form.key).encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if digest not in self._checked:
-            refusal = None
+        until, refusal = self._checked.get(digest, (0.0, None))
+        if time.monotonic() >= until:
+            until, refusal = math.inf, None
             try:
                 self._forms.call("check_form", [asdict(form), vocab_size, list(eos_token_ids)], {}, num_chars=0)
             except InvalidRequestError as error:
-                refusal = error.with_traceback(None)
-            self._checked[digest] = refusal
+                until, refusal = time.monotonic() + REFUSED_S, error.with_traceback(None)
+            self._checked[digest] = until, refusal
             if len(self._checked) > MAX_CHECKED:
                 self._checked.popitem(last=False)
-        if (refusal := self._checked[digest]) is not None:
+        if refusal is not None:
             raise InvalidRequestError(refusal.message, param=refusal.param, code=refusal.code)
 
     def call(self, function: str, args: list[Any], options: dict[str, Any], *, num_chars: int) -> Any:
@@ -257,7 +259,7 @@ class TextWorker:
         return reply.value
 
     def _ask(self, function: str, body: bytes, cpu_s: float) -> "Reply":
-        """Have a call carried out, again in another process if its own was killed or stopped by somebody else."""
+        """Send a call to the process, and again to a new one if the process is killed or stopped from outside."""
         attempts = 0
         while True:
             attempts += 1
@@ -353,7 +355,7 @@ class _Child:
 
     @property
     def was_killed(self) -> bool:
-        """Whether somebody else has ended or stopped it. A call beyond its limits ends in other ways."""
+        """Tell whether it was killed or stopped from outside; a call beyond its limits ends in other ways."""
         return self._process.wait() == -signal.SIGKILL and not self._is_late
 
     def _await_reply(self, seconds: float) -> None:

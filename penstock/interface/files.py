@@ -1,4 +1,4 @@
-"""Files that somebody else named, wrote or may have put in the place of one's own."""
+"""Open files that other programs can replace: key files, journals, blocks of the cache."""
 
 import errno
 import os

@@ -16,7 +16,7 @@ from penstock.kernels.triton.launch import INTERPRETER, architecture
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes at a time: `rows` rows of x times `columns` outputs, `depth` elements of K per step.
+    """Describe what one program computes at a time: `rows` rows of x times `columns` outputs, `depth` elements of K per step.
 
     In attention: query rows, positions, and elements of a head.
     """
