@@ -16,7 +16,7 @@ from penstock.kernels.triton.launch import INTERPRETER, architecture
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Describe what one program computes at a time: `rows` rows of x times `columns` outputs, `depth` elements of K per step.
+    """Size one step of a program: `rows` rows of x times `columns` outputs, `depth` elements of K per step.
 
     In attention: query rows, positions, and elements of a head.
     """
