@@ -111,9 +111,13 @@ class PlacedOps(OnInner):
         return PlacedCache(spec)
 
     def plan(self, meta: AttentionMetadata, heads: metadata.Heads, cache: KVCache) -> AttentionMetadata:
-        """Check metadata. `attend` plans each chip's part, because it knows the chips."""
+        """Check metadata. `attend` plans each chip's part, because it knows the chips.
+
+        The copy is new in every step, also where the runner changes the metadata of the last step in place, so `attend`
+        can tell by it which step a part belongs to.
+        """
         meta.check_blocks(own(cache, PlacedCache).spec.num_blocks)
-        return meta
+        return replace(meta)
 
 
 @dataclass(slots=True)
