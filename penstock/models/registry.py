@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -272,10 +273,27 @@ def _known_to_transformers() -> str:
     return file.read_text(encoding="utf-8") if importlib.util.find_spec("torch") and file.is_file() else ""
 
 
+ADOPTED: dict[str, type] = {}  # a program's own classes that derive from decoders of Transformers
+
+
+def adopt_class(model_class: type) -> str:
+    """Register a program's own class that derives from a decoder of Transformers, to be computed by its own modules.
+
+    It is built again from its config. Return the name of its architecture: that of the class, and a number if another
+    class has this name.
+    """
+    own = (name for name, known in ADOPTED.items() if known is model_class)
+    numbered = (model_class.__name__ + (f"_{number}" if number > 1 else "") for number in count(1))
+    name = next(own, None) or next(name for name in numbered if name not in {*ARCHITECTURES, *HEADLESS, *ADOPTED})
+    ADOPTED[name] = model_class
+    return name
+
+
 def may_fall_back(name: str, model_type: str = "") -> bool:
-    """Tell whether Transformers lists an architecture, and neither name says that it is of a kind never served."""
+    """Tell whether Transformers lists an architecture, or a program has brought it, and neither name says that it is of
+    a kind never served."""
     kind = why_unsupported(name) or why_unsupported(model_type)
-    return kind is None and name.isidentifier() and f'"{name}"' in _known_to_transformers()
+    return kind is None and name.isidentifier() and (name in ADOPTED or f'"{name}"' in _known_to_transformers())
 
 
 def find_architecture(name: str) -> Architecture:

@@ -1,8 +1,9 @@
 """The configuration and weights of a Transformers model object in memory, read without files.
 
-The object is recognised by its attributes (`config`, `state_dict`), so nothing here imports Transformers. Names and
-layouts are those of Transformers in memory, where the experts of a layer are one tensor; parameter tables list them
-under `or`. The weights are read when the engine loads and may be changed or freed afterwards.
+The object is recognised by its attributes (`config`, `state_dict`), so nothing here imports Transformers. A class of a
+program's own that derives from a decoder of Transformers is computed by its own modules. Names and layouts are those of
+Transformers in memory, where the experts of a layer are one tensor; parameter tables list them under `or`. The weights
+are read when the engine loads and may be changed or freed afterwards.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from typing import Any
 from penstock.errors import ModelLoadError
 from penstock.kernels.tensors import UINT8, Array, Tensor, as_array
 from penstock.models.config_json import parse_model_config
+from penstock.models.registry import ARCHITECTURES, adopt_class
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.safetensors import FLOATS, Checkpoint, FileRows, TensorEntry
 
@@ -99,11 +101,20 @@ class ModelInstance:
         generation = (
             None if found is None else {key: value for key, value in found.to_dict().items() if value is not None}
         )
+        if is_own_class(type(model)):
+            name = adopt_class(type(model))
         try:
             model_config = parse_model_config(_config(model, name), generation)
         except ModelLoadError as error:
             raise ModelLoadError(f"{place}: {error}") from None
         return cls(model_config, InstanceWeights(place, tensors))
+
+
+def is_own_class(model_class: type) -> bool:
+    """Tell whether a class derives from one of Transformers' models, is not one itself, and has a name of its own."""
+    names = [base.__name__ for base in model_class.__mro__]
+    outside = not model_class.__module__.startswith("transformers.") and model_class.__name__ not in ARCHITECTURES
+    return outside and "PreTrainedModel" in names
 
 
 def _config(model: Any, name: str) -> dict[str, Any]:

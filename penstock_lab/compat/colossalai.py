@@ -8,7 +8,9 @@
     prompts = {'Nice to meet you, Colossal-Inference!'}
     engine.generate(prompts)
 
-Requests run on the engine of penstock.LLM: they share every step and do not affect each other.
+Requests run on the engine of penstock.LLM, as ColossalAI's request handler orders them: in three classes of prompt
+lengths up to max_input_len, the longest first (`length * 3 // (max_input_len + 1)`), and a step begins new requests if
+prefill_ratio of them wait for each one that decodes. Unlike there, a request waits for a bounded time.
 """
 
 import itertools
@@ -21,8 +23,22 @@ from penstock import LLM, InvalidRequestError, NotSupportedError, RequestFailedE
 from penstock import register_logits_processor as register_logit_processor
 from penstock.errors import check_int, fail
 from penstock_lab.compat.colossalai_config import PROCESSORS, InferenceConfig, fields_of, sampling_of
+from penstock_lab.compat.colossalai_policy import (
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+    with_policy,
+)
 
-__all__ = ["InferenceConfig", "InferenceEngine", "Sequence", "register_logit_processor"]
+__all__ = [
+    "InferenceConfig",
+    "InferenceEngine",
+    "ModulePolicyDescription",
+    "Policy",
+    "Sequence",
+    "SubModuleReplacementDescription",
+    "register_logit_processor",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +63,8 @@ class InferenceEngine:
         tokenizer: a Transformers or Penstock tokenizer, or a directory; None: the tokenizer in the model's directory.
         inference_config: None means the defaults, which serve in bfloat16.
         verbose: print the options that were chosen, and why, to standard error.
+        model_policy: a Policy, or its class, that replaces modules of the model object (colossalai_policy.py); the
+            object is changed, too.
 
     Attributes:
         llm: the penstock.LLM that computes.
@@ -64,15 +82,14 @@ class InferenceEngine:
         verbose: bool = False,
         model_policy: Any = None,
     ) -> None:
-        if model_policy is not None:
-            raise NotSupportedError(
-                "model_policy: policies are not supported; register your own model with penstock.register_model",
-                param="model_policy",
-            )
         if not isinstance(inference_config, InferenceConfig | None):
             raise fail("inference_config", inference_config, "an InferenceConfig")
         self.inference_config = inference_config or InferenceConfig()
+        if model_policy is not None:
+            model_or_path = with_policy(model_or_path, model_policy)
         self.llm = LLM(model=model_or_path, tokenizer=tokenizer, **self.inference_config.engine_options())
+        client: Any = self.llm.engine
+        client.engine.scheduler.policy.max_model_len = self.inference_config.max_input_len + 1  # ends the last class
         self._generation: dict[str, Any] = {}
         self._numbers = itertools.count()
         self._open: set[int] = set()  # numbers of the requests that wait or run

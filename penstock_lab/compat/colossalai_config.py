@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from penstock import InvalidRequestError, ModelLoadError, NotSupportedError, SamplingParams
-from penstock.config import BLOCK_SIZES, KV_CACHE_DTYPES, MAX_CONTEXT
+from penstock.config import BLOCK_SIZES, KV_CACHE_DTYPES, MAX_CONTEXT, SchedulerConfig
 from penstock.errors import check_bool, check_choice, check_int, fail, shown
 from penstock.interface.plugins import PROCESSORS as REGISTERED
 from penstock.spec.config_reader import ConfigReader, same
@@ -23,7 +23,6 @@ TEMPLATE_FIELD = "{input_text}"
 # Fields that must keep their default, and why.
 REASONS = {
     "LLM.beam_search searches with beams": "beam_width early_stopping",
-    "prompts and decoding share every step, so there is nothing to balance": "prefill_ratio",
     "sequences are packed without padding": "pad_input",
     "LLM(speculative_config=...) decodes speculatively": "use_spec_dec max_n_spec_tokens glimpse_large_kv",
     "LLM(directory, tensor_parallel_size=..., pipeline_parallel_size=...) splits a model": "tp_size pp_size",
@@ -50,6 +49,7 @@ class InferenceConfig:
         do_sample: False takes the most likely token and ignores top_k, top_p, min_p and temperature.
         ignore_eos: continue after the model's end tokens.
         block_size: tokens per block of the cache.
+        prefill_ratio: requests begin when this many wait for each one that decodes; None means 1.2.
         enable_streamingllm: every token sees the first start_token_size tokens and the last generated_token_size ones.
 
     Raises:
@@ -99,6 +99,7 @@ class InferenceConfig:
             check_int(name, getattr(self, name), 1, MAX_CONTEXT // 2)
         if str(self.dtype) not in TYPES:
             raise fail("dtype", self.dtype, "one of " + ", ".join(TYPES))
+        SchedulerConfig(scheduling_policy="length_classes", prefill_ratio=self.prefill_ratio)
         for name in ("do_sample", "ignore_eos", "enable_streamingllm"):
             check_bool(name, getattr(self, name))
         for name, default in (("start_token_size", 4), ("generated_token_size", 512)):
@@ -127,6 +128,8 @@ class InferenceConfig:
             "max_num_seqs": self.max_batch_size,
             "max_model_len": self.max_input_len + self.max_output_len,
             "block_size": self.block_size,
+            "scheduling_policy": "length_classes",
+            "prefill_ratio": self.prefill_ratio,
             "kv_cache_dtype": self.kv_cache_dtype or "auto",
             "attention_sinks": self.start_token_size if self.enable_streamingllm else None,
             "sliding_window": self.generated_token_size if self.enable_streamingllm else None,

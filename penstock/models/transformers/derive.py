@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from penstock.errors import ModelLoadError
 from penstock.layers.swap import ProductWeight
+from penstock.models.registry import ADOPTED
 from penstock.models.transformers.probe import PROBE, Probe, Site, find_blocks, refused, short
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.model_config import LayerHeads, ModelConfig
@@ -162,21 +164,24 @@ def _mixture_sizes(config: Any, mixtures: tuple[Mixture, ...]) -> dict[str, int]
 
 
 def find_class(name: str) -> Any:
-    """Find a decoder of Transformers by its name.
+    """Find a decoder of Transformers, or a program's own that derives from one, by its name.
 
     Raises:
-        ModelLoadError: Transformers has no such class, or it cannot be run by the engine.
+        ModelLoadError: there is no such class, or it cannot be run by the engine.
     """
-    decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if not any(name in ((known,) if isinstance(known, str) else known) for known in decoders):
+    found: Any = ADOPTED.get(name)
+    names = [name] if found is None else [base.__name__ for base in found.__mro__]
+    listed = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    decoders = {*chain(*((known,) if isinstance(known, str) else known for known in listed))}
+    if decoders.isdisjoint(names):
         raise refused(name, "it is not among the decoders of Transformers (AutoModelForCausalLM)")
-    found = getattr(transformers, name)
+    found = found or getattr(transformers, name)
     if found._is_stateful:
         raise refused(name, "it keeps other state than keys and values")
     if not found._supports_attention_backend:
         raise refused(name, "its attention does not go through Transformers' attention interface")
-    if name in BROKEN:
-        raise refused(name, BROKEN[name])
+    if (broken := next((base for base in names if base in BROKEN), None)) is not None:
+        raise refused(name, BROKEN[broken])
     return found
 
 

@@ -1,5 +1,6 @@
 """ColossalAI's quick start on our engine: as printed, with Transformers' tokens; bad values refused."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +9,18 @@ import pytest
 import torch
 import transformers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from penstock import LLM, InvalidRequestError, NotSupportedError, RequestFailedError, SamplingParams
 from penstock.client.open_requests import OpenRequest
 from penstock.weights.hub import MODEL_DIR
-from penstock_lab.compat.colossalai import InferenceConfig, InferenceEngine
+from penstock_lab.compat.colossalai import (
+    InferenceConfig,
+    InferenceEngine,
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+)
 from penstock_lab.compat.colossalai_config import FIXED
 from tests.hf_models import TINY, make_llama, randomise
 from tests.lab.compat.test_instances import hf_greedy
@@ -191,6 +199,99 @@ def test_lengths_and_ends_of_a_generation_config_beside_the_models(tokenizer: An
         assert answer(max_new_tokens=2, max_length=len(prompt) + longest) == free[:2]
 
 
+@pytest.mark.covers("C3")
+def test_longer_classes_of_prompts_come_first(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Guards against classes that end elsewhere than at thirds of max_input_len, or that are taken in another order:
+    length * 3 // (max_input_len + 1), as ColossalAI's request handler computes it."""
+    engine = engine_of(model, tokenizer, max_batch_size=1)
+    lengths = (10, 11, 22, 5, 32, 21)
+    for length in lengths:
+        engine.add_request(length, prompts_token_ids=[list(range(7, 7 + length))], max_new_tokens=2)
+    assert [item.request_id for item in iter_ended(engine)] == [22, 32, 11, 21, 10, 5]
+
+
+@pytest.mark.covers("C4")
+@pytest.mark.parametrize(("ratio", "started"), [(1.2, [5, 5, 11]), (None, [5, 5, 11]), (0.8, [9, 9, 9])])
+def test_the_ratio_decides_between_prompts_and_decoding(
+    model: PreTrainedModel, tokenizer: Any, ratio: float | None, started: list[int]
+) -> None:
+    """Guards against a prefill_ratio that is accepted and ignored. While 5 decode, 4 wait, then 5, then 6: by the
+    default of 1.2 the six begin, by 0.8 the four, and then five wait for nine."""
+    engine = engine_of(model, tokenizer, prefill_ratio=ratio, max_batch_size=16, ignore_eos=True)
+    client: Any = engine.llm.engine
+    engine.add_request(prompts_token_ids=[[number, 3] for number in range(5)])
+    engine.step()
+    found = []
+    for waiting in range(4, 7):
+        count = waiting - client.engine.stats().num_waiting
+        engine.add_request(prompts_token_ids=[[waiting, 4, number] for number in range(count)])
+        engine.step()
+        found.append(client.engine.stats().num_running)
+    assert found == started
+    with pytest.raises(InvalidRequestError, match="prefill_ratio: 0 is not allowed"):
+        InferenceConfig(prefill_ratio=0)
+
+
+class Scaled(torch.nn.Module):
+    """A norm whose results are scaled."""
+
+    def __init__(self, norm: torch.nn.Module, factor: float) -> None:
+        super().__init__()
+        self.norm, self.factor = norm, factor
+
+    @classmethod
+    def from_native_module(cls, module: torch.nn.Module, process_group: Any = None, *, factor: float) -> "Scaled":
+        return cls(module, factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.norm(x) * self.factor
+        return scaled
+
+
+class OtherBranch(Policy):
+    """A feed-forward branch with another activation, behind a norm of its own."""
+
+    factor = 0.25
+
+    def module_policy(self) -> dict[Any, ModulePolicyDescription]:
+        norm = SubModuleReplacementDescription("post_attention_layernorm", Scaled, {"factor": self.factor})
+        missing = SubModuleReplacementDescription("self_attn.q_norm", Scaled, ignore_if_not_exist=True)
+
+        def forward(mlp: Any, x: torch.Tensor) -> Any:
+            return mlp.down_proj(torch.relu(mlp.gate_proj(x)) * mlp.up_proj(x) * mlp.times)
+
+        return {
+            LlamaDecoderLayer: ModulePolicyDescription(sub_module_replacement=[norm, missing]),
+            "LlamaMLP": ModulePolicyDescription({"times": 3.0}, method_replacement={"forward": forward}),
+        }
+
+
+@pytest.mark.covers("C13", "C14")
+def test_a_policy_replaces_modules_of_an_instance(tokenizer: Any, tmp_path: Path) -> None:
+    """Guards against replaced modules, attributes and methods of which the engine reads only the weights: its answers
+    are those of Transformers with the modules that the policy leaves. Another policy, of the same name, is another
+    model; one that matches nothing is refused."""
+    found = []
+    for factor in (0.25, 4.0):
+        model = make_llama(tmp_path, vocab_size=len(tokenizer))[0]
+        prompt = tokenizer(PROMPTS[2])["input_ids"]
+        plain = hf_greedy(model, prompt)
+        config = InferenceConfig(dtype="fp32", max_input_len=32, max_output_len=16, ignore_eos=True)
+        policy = type("OtherBranch", (OtherBranch,), {"factor": factor})
+        engine = InferenceEngine(model, tokenizer, config, model_policy=policy)
+        found.append(engine.generate(PROMPTS[2], return_token_ids=True)[1][0])
+        assert found[-1] == hf_greedy(model, prompt) != plain
+    assert found[0] != found[1]
+
+    class Nothing(Policy):
+        def module_policy(self) -> dict[Any, ModulePolicyDescription]:
+            return {"MixtralAttention": ModulePolicyDescription()}
+
+    for given, said in ((Nothing, "MixtralAttention is the class of no module"), (object(), "must be a Policy")):
+        with pytest.raises(InvalidRequestError, match=f"model_policy: .*{said}"):
+            InferenceEngine(model, tokenizer, model_policy=given)
+
+
 @pytest.mark.covers("C23")
 def test_streamingllm(model: PreTrainedModel, tokenizer: Any, engine: InferenceEngine) -> None:
     """Guards against sizes that are swapped, or that change nothing in silence."""
@@ -315,8 +416,6 @@ def test_wrong_requests_leave_nothing_behind(model: PreTrainedModel, tokenizer: 
         with pytest.raises(InvalidRequestError):
             engine.add_request(**arguments)
         assert not engine.llm.engine.has_unfinished_requests(), arguments
-    with pytest.raises(NotSupportedError, match="register_model"):
-        InferenceEngine(model, tokenizer, model_policy=object())
     with pytest.raises(InvalidRequestError, match="must be an InferenceConfig"):
         InferenceEngine(model, tokenizer, {})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match=r"max_model_len.* = 512"):
