@@ -120,7 +120,10 @@ MATRICES = (
         ROOT / "docs" / "models.md",
         ("families",),
         "Architecture",
-        ("float32", "bfloat16", "int8", "int4", "int8 cache", "window", "drafts", "2 ranks"),
+        (
+            *("KV cache", "paged attention", "kernels"),
+            *("float32", "bfloat16", "int8", "int4", "int8 cache", "window", "drafts", "2 ranks"),
+        ),
         "case",
         lambda case: f"`{case.architecture}`",
         all_cases,

@@ -161,6 +161,7 @@ def test_the_picture_of_speed_is_that_of_the_table():
     assert picture.PICTURE.read_text(encoding="utf-8") == drawn
 
 
+@pytest.mark.covers("C15")
 @pytest.mark.parametrize("matrix", support_matrix.MATRICES, ids=lambda matrix: matrix.name)
 def test_tables_of_what_works_are_those_of_the_tests(matrix):
     """Guards against a cell by hand, and against a family or a format that is missing: a table has exactly the rows and

@@ -180,6 +180,7 @@ def test_two_ranks_have_the_bits_of_one_process(made: Made) -> None:
     assert answers(split, start_threads) == answers(EngineConfig.from_options(**options))
 
 
+@pytest.mark.matrix("kernels")
 def test_few_tokens_are_recorded(made: Made) -> None:
     """Guards against a family whose decode steps run all of their Python, and against an address or a length that a
     program keeps from the step in which it was recorded."""

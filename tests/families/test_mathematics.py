@@ -29,6 +29,8 @@ NUM_SEQS = 8
 
 
 @pytest.mark.matrix("float32")
+@pytest.mark.matrix("KV cache")
+@pytest.mark.matrix("paged attention")
 def test_float32(made: Made) -> None:
     """Guards against any slip in the mathematics, in a merge of weights or in a mask. 70 tokens are more than any
     window and more than the old context of every rotary scaling. Whole; token by token; in chunks of 7 behind a cached
