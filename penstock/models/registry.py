@@ -62,6 +62,7 @@ from penstock.models.mixtral.config import (
 )
 from penstock.models.olmo2.config import read_exaone4, read_olmo2, read_olmo3
 from penstock.models.phi3.config import read_phi3
+from penstock.models.transformers import ADOPTED
 from penstock.spec.config_file import SUPPORTED, why_unsupported
 from penstock.spec.config_reader import ConfigReader
 from penstock.spec.model_config import ModelConfig
@@ -271,9 +272,6 @@ def _known_to_transformers() -> str:
     """Read the file in which Transformers lists its classes; it is empty if the library or torch is not installed."""
     file = _library() / "models" / "auto" / "modeling_auto.py"
     return file.read_text(encoding="utf-8") if importlib.util.find_spec("torch") and file.is_file() else ""
-
-
-ADOPTED: dict[str, type] = {}  # a program's own classes that derive from decoders of Transformers
 
 
 def adopt_class(model_class: type) -> str:

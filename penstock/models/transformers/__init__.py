@@ -5,3 +5,5 @@ probe    runs a class without values, and notes what its attention layers pass o
 model    the modules, with the engine's products, embedding and attention in place of theirs
 Only these three files import transformers, and they are imported only for such a model.
 """
+
+ADOPTED: dict[str, type] = {}  # a program's own classes that derive from decoders of Transformers, by architecture

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from penstock.errors import ModelLoadError
 from penstock.layers.swap import ProductWeight
-from penstock.models.registry import ADOPTED
+from penstock.models.transformers import ADOPTED
 from penstock.models.transformers.probe import PROBE, Probe, Site, find_blocks, refused, short
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader
 from penstock.spec.model_config import LayerHeads, ModelConfig
