@@ -58,6 +58,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_OFFLOAD_DIR_BYTES = 16 * 2**30
 MAX_CONTEXT = 2**24
 BLOCK_SIZES = range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT)
+ONE_BLOCK = "max-model-len"  # in place of a block size: one block per request
 MAX_HEAD_PIECES = 1024
 MAX_IMPORTS = 64
 HINTS = Path(__file__).with_name("option_hints.toml")
@@ -81,7 +82,8 @@ class CacheConfig:
     block_size: int | None = option(
         None,
         BLOCK_SIZES,
-        "tokens per cache block, a multiple of 16; max-model-len: one block per request (default: 16)",
+        f"tokens per cache block, a multiple of 16; {ONE_BLOCK}: one block per request (default: 16)",
+        words=(ONE_BLOCK,),
     )
     kv_cache_dtype: str = option("auto", KV_CACHE_DTYPES, "type of the cached keys and values")
     kv_cache_scales: str | None = option(
@@ -101,6 +103,8 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.block_size == ONE_BLOCK:
+            object.__setattr__(self, "block_size", BLOCK_SIZES[-1])
         check_options(self)
         if self.kv_cache_scales is not None and self.kv_cache_dtype != "int8":
             raise fail("kv_cache_scales", self.kv_cache_scales, "null: only kv_cache_dtype = int8 has scales")
@@ -205,7 +209,7 @@ class ParallelConfig:
 
     A degree is a number of parts (ranks/sharding.py). Attention and feed-forward are split into tensor_parallel_size
     parts unless they have a degree of their own, or a sharding_config (ranks/sharding_map.py) says what is split. The
-    tokens that pad_vocab_multiple adds are never sampled.
+    tokens that pad_vocab_multiple adds are never sampled; the last part of the LM head has them.
     """
 
     tensor_parallel_size: int = option(1, DEGREES, "processes that share each layer")
@@ -222,7 +226,9 @@ class ParallelConfig:
     distributed_executor_backend: str = option(
         "mp", ("mp", "ray"), "where these processes run; mp: on this machine; ray: on the Ray cluster at RAY_ADDRESS"
     )
-    lm_head_pieces: int = option(1, range(1, MAX_HEAD_PIECES + 1), "number of matrix products that compute the LM head")
+    lm_head_pieces: int = option(
+        1, range(1, MAX_HEAD_PIECES + 1), "matrix products in which each process computes its part of the LM head"
+    )
     pad_vocab_multiple: int = option(
         1, range(1, 2**16 + 1), "pad the LM head to a multiple of N tokens (Falcon's 65024 become 65536 with 1024)"
     )
@@ -238,9 +244,6 @@ class ParallelConfig:
             raise fail("distributed_executor_backend", "ray", "mp unless several processes share the model")
 
     def _check_split(self) -> None:
-        for name in ("lm_head_pieces", "pad_vocab_multiple"):
-            if getattr(self, name) > 1:
-                raise fail(name, getattr(self, name), "1 if several processes share the model, and so its head")
         if self.sharding_config is None:
             return
         for name in ("attention_parallel_size", "mlp_parallel_size"):
@@ -618,7 +621,8 @@ class EngineConfig:
         Raises:
             InvalidRequestError: an option does not fit the others, the model or the machine.
         """
-        check_int("lm_head_pieces", self.parallel.lm_head_pieces, 1, min(MAX_HEAD_PIECES, model.vocab_size))
+        columns = model.vocab_size // self.parallel.tensor_parallel_size  # of the process that has the fewest
+        check_int("lm_head_pieces", self.parallel.lm_head_pieces, 1, min(MAX_HEAD_PIECES, columns))
         stages = self.parallel.pipeline_parallel_size
         if stages > model.num_hidden_layers:
             raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, one layer per process")

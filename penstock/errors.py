@@ -285,7 +285,7 @@ def option(default: Any, allowed: Any, help: str = "", *, optional: bool = False
         help: the help text of the command line, where a field without one has no flag. "(default: ...)" is appended to
             the help of an engine option unless the default is None.
         optional: whether None is allowed, which is so if it is the default.
-        metadata: more about the field, for the code that reads it.
+        metadata: more about the field, for the code that reads it; `words`: texts that its flag takes besides numbers.
     """
     metadata |= {"allowed": allowed, "help": help, "optional": optional or default is None}
     return field(default=default, metadata=metadata)

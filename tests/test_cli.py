@@ -22,6 +22,7 @@ import pytest
 from penstock.cli import options
 from penstock.cli.main import main
 from penstock.cli.options import parse_size
+from penstock.config import MAX_CONTEXT, EngineConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.cpu.library import load_library
 from tests.hf_models import make_llama
@@ -384,6 +385,18 @@ def test_an_idle_server_sleeps(server):
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
+
+
+@pytest.mark.covers("F3", "F4")
+def test_a_block_for_each_request_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Guards against a help text that names a value which its flag refuses: `--block-size max-model-len`."""
+    words = ["generate", "demo", "--prompt", "Hi", "--max-tokens", "1", "--max-model-len", "40", "--threads", "1"]
+    assert main([*words, "--block-size", "max-model-len"]) == 0
+    assert "block_size = 48: max_model_len, one block per request" in capsys.readouterr().err
+    assert EngineConfig.from_options(block_size="max-model-len") == EngineConfig.from_options(block_size=MAX_CONTEXT)
+    with pytest.raises(SystemExit):
+        main([*words, "--block-size", "max"])
+    assert "--block-size: 'max' is not a number" in capsys.readouterr().err
 
 
 def test_every_sampling_field_is_a_flag():

@@ -207,6 +207,8 @@ def _flag_kind(item: Field[Any]) -> dict[str, Any]:
     if allowed is dict:
         return {"type": parse_object, "metavar": "JSON"}
     if isinstance(allowed, range):
+        if words := item.metadata.get("words", ()):
+            return {"type": lambda text: text if text in words else parse_size(text), "metavar": "|".join(("N", *words))}
         return {"type": int if allowed.start < 0 else parse_size, "metavar": "N"}
     choices = [choice for choice in allowed if choice is not None]
     return {"type": type(choices[0]), "metavar": "{" + ",".join(map(str, choices)) + "}"}

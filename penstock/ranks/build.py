@@ -65,7 +65,8 @@ class RankPlan:
         """The most bytes that a rank passes to the others at once."""
         model, rows = self.model_config, max(self.config.scheduler.max_num_batched_tokens or 1, LOGITS_ROWS)
         branches = max(1, model.num_experts_per_tok)
-        columns = max(model.hidden_size * branches, -(-model.vocab_size // self.degrees.vocab) + 1)
+        padding = -model.vocab_size % self.config.parallel.pad_vocab_multiple  # of the last part of the head
+        columns = max(model.hidden_size * branches, -(-model.vocab_size // self.degrees.vocab) + 1 + padding)
         # with a sharding map, inputs and results of all products are gathered, too
         products = [item for item in read_parameters(model).values() if IN_A_LAYER.search(item.name)]
         gathered = [max(item.shape) for item in products if item.is_gathered or self.degrees.forms is not None]

@@ -11,7 +11,7 @@ product pass through Wires. Everything else is computed by every rank in the sam
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from penstock.layers.weights import (
     ActivatedLinear,
     Embedding,
     GatedLinear,
+    HeadLayout,
     Linear,
     LinearSpec,
     LMHead,
@@ -235,7 +236,7 @@ class ColumnsEmbedding(Embedding):
 
 
 class SplitHead(LMHead):
-    """hidden [M, hidden] dtype -> logits [M, V] float32, where each rank has some columns."""
+    """hidden [M, hidden] dtype -> logits [M, V'] float32, where each rank has some columns, and the last the padding."""
 
     def __init__(
         self,
@@ -247,10 +248,11 @@ class SplitHead(LMHead):
         *,
         scale: float,
         softcap: float | None,
+        layout: HeadLayout,
     ) -> None:
         """Split a head over ranks. out: buffers for this rank's logits and for all logits. columns: where each rank's
-        columns begin, and where the last rank's end."""
-        super().__init__(ops, spec, out[0], scale=scale, softcap=softcap)
+        columns begin, and where the last rank's end, with the padding. layout: of this rank's columns."""
+        super().__init__(ops, spec, out[0], scale=scale, softcap=softcap, layout=layout)
         self.all = out[1]
         self.links = split.links
         self.columns = columns
@@ -366,12 +368,16 @@ class RankFactory(LayerFactory):
         return made if wires is None else WiredGatedLinear(self.ops, made.spec, made.out, activation, wires=wires)
 
     def lm_head(self, name: str, *, scale: float = 1.0, softcap: float | None = None) -> LMHead:
-        made, cut = LayerFactory.lm_head(self, name, scale=scale, softcap=softcap), self._cut(name)
+        cut = self._cut(name)
         if not cut.ranges:
-            return made
-        every = self.slot(f"{name}.all", cut.whole.shape[:1], "float32")
-        out, columns = (made.out, every), cut.borders()
-        return SplitHead(self.ops, made.spec, out, self.split, columns, scale=scale, softcap=softcap)
+            return LayerFactory.lm_head(self, name, scale=scale, softcap=softcap)
+        width = self.head.width(cut.whole.shape[0])
+        columns = [*cut.borders()[:-1], width]  # the padding, if any, is the last rank's
+        own = columns[cut.part.index + 1] - columns[cut.part.index]
+        layout = self.head if self.head.is_plain else HeadLayout(self.head.pieces, pad_to=own)
+        made = LayerFactory.lm_head(replace(self, head=layout), name, scale=scale, softcap=softcap)
+        out = made.out, self.slot(f"{name}.all", (width,), "float32")
+        return SplitHead(self.ops, made.spec, out, self.split, columns, scale=scale, softcap=softcap, layout=layout)
 
     def embedding(self, name: str, *, scale: float = 1.0) -> Embedding:
         made, cut = LayerFactory.embedding(self, name, scale=scale), self._cut(name)

@@ -56,6 +56,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "mlp_parallel_size": (None, 1, 2, 4, 8),
     "expert_parallel_size": (1, 1, 2, 4),
     "pipeline_parallel_size": (1, 1, 2),
+    "lm_head_pieces": (1, 1, 3),
+    "pad_vocab_multiple": (1, 1, 128),
     "speculative_config": (None, {"method": "ngram"}),
 }
 SPLITS = (

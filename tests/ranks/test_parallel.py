@@ -74,6 +74,17 @@ def test_every_split_has_the_bits_of_one_process(models: dict[str, str], name: s
     assert differs(models[name], options, as_processes=False) is None
 
 
+@pytest.mark.covers("F24")
+@pytest.mark.parametrize(("pieces", "multiple"), [(8, 1024), (3, 1)])
+def test_a_split_head_in_pieces_and_padded(models: dict[str, str], pieces: int, multiple: int) -> None:
+    """Guards against padding on a rank in the middle, pieces of the whole head on each rank, and logits of another
+    width than all ranks' columns: the head of each of four ranks in pieces, and the last one's padded, has the bits of
+    a plain head in one process; also under a soft cap, which would turn the padding's -inf into a number."""
+    options = {"tensor_parallel_size": 4, "lm_head_pieces": pieces, "pad_vocab_multiple": multiple}
+    for name in ("Falcon", "Gemma 2"):
+        assert differs(models[name], options, as_processes=False) is None
+
+
 @pytest.mark.covers("J20")
 @pytest.mark.parametrize("name", ["llama", "falcon-40b", "gpt-oss"])
 def test_weights_of_a_checkpoint_are_split_like_random_ones(name: str, tmp_path: Path) -> None:
