@@ -27,6 +27,7 @@ from penstock.ranks import build, layers, links
 from penstock.ranks.group import Group
 from penstock.ranks.launcher import HostLauncher, open_launcher
 from penstock.ranks.links import Mesh, SharedMemoryLinks, SocketLinks
+from penstock.ranks.layers import SplitHead
 from penstock.ranks.sharding import Degrees
 from penstock_lab.bench.profile import Profile
 from penstock_lab.bench.split_meter import SplitMeter
@@ -75,14 +76,21 @@ def test_every_split_has_the_bits_of_one_process(models: dict[str, str], name: s
 
 
 @pytest.mark.covers("F24")
-@pytest.mark.parametrize(("pieces", "multiple"), [(8, 1024), (3, 1)])
-def test_a_split_head_in_pieces_and_padded(models: dict[str, str], pieces: int, multiple: int) -> None:
-    """Guards against padding on a rank in the middle, pieces of the whole head on each rank, and logits of another
-    width than all ranks' columns: the head of each of four ranks in pieces, and the last one's padded, has the bits of
-    a plain head in one process; also under a soft cap, which would turn the padding's -inf into a number."""
+@pytest.mark.parametrize(("pieces", "multiple"), [(8, 1000), (3, 1)])
+def test_a_split_head_in_pieces_and_padded(
+    models: dict[str, str], pieces: int, multiple: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against padding on a rank in the middle, logits of another width than all ranks' columns, and options that
+    are ignored: the head of each of four ranks in pieces, and the last one's padded, has the bits of a plain head in
+    one process; also under a soft cap, which would turn the padding's -inf into a number."""
+    seen, forward = set(), SplitHead.forward
+    monkeypatch.setattr(
+        SplitHead, "forward", lambda head, x: (seen.add((len(head.packed), head.width)), forward(head, x))[1]
+    )
     options = {"tensor_parallel_size": 4, "lm_head_pieces": pieces, "pad_vocab_multiple": multiple}
-    for name in ("Falcon", "Gemma 2"):
+    for name in ("Falcon", "Gemma 2"):  # 4096 tokens
         assert differs(models[name], options, as_processes=False) is None
+    assert seen == {(pieces, 1024), (pieces, 1024 + -4096 % multiple)}
 
 
 @pytest.mark.covers("J20")
