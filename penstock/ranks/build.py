@@ -5,6 +5,7 @@ parts of one model, and make_runner builds a part. start_ranks starts a group, w
 stages of a pipeline, which all run elsewhere.
 """
 
+import dataclasses
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -214,12 +215,9 @@ class RankPlace(Place):
     def factory(self, whole: LayerFactory) -> LayerFactory:
         if self.split is None:
             return whole
-        own = {name: cut.own for name, cut in self.split.cuts.items()}  # the head of ranks is plain (config.py)
-        positions = whole.max_positions
-        slices = whole.slices
-        return RankFactory(
-            whole.ops, own, whole.arena, whole.scheme, max_positions=positions, slices=slices, split=self.split
-        )
+        own = {name: cut.own for name, cut in self.split.cuts.items()}
+        fields = {item.name: getattr(whole, item.name) for item in dataclasses.fields(LayerFactory)}
+        return RankFactory(**fields | {"parameters": own}, split=self.split)
 
     def source(self, source: ParameterSource) -> ParameterSource:
         return source if self.split is None else CutSource(source, self.split.cuts)
