@@ -1,5 +1,7 @@
 """A native library that cannot be used is none, and the user is told why."""
 
+import base64
+import hashlib
 import re
 from collections.abc import Iterator
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
@@ -43,6 +45,43 @@ def test_a_damaged_library_is_none(
     assert library.load_library() is None
     assert "cannot be used" in refusal()
     assert "\n" not in refusal()
+
+
+@pytest.mark.skipif(not levels(), reason="no native library")
+@pytest.mark.covers("F34")
+def test_a_library_that_was_cut_short_or_replaced_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    """Guards against a process that dies of SIGBUS without a message, at the first page that a file of too few bytes
+    does not have, and against a file that is another one than pip has installed. The engine computes without it, and
+    one line says why."""
+    whole = Path(library._find_library()[0]._name).read_bytes()
+    site = tmp_path / "site-packages"
+    folder, record = site / "penstock/kernels/cpu", site / "penstock-0.1.0.dist-info/RECORD"
+    for made in (folder, record.parent):
+        made.mkdir(parents=True)
+    monkeypatch.setattr(penstock.kernels.cpu, "__path__", [str(folder)])
+    digest = base64.urlsafe_b64encode(hashlib.sha256(whole).digest()).decode().rstrip("=")
+    other = bytearray(whole)
+    other[len(other) // 2] ^= 1
+    name = "penstock/kernels/cpu/penstock_cpu.so"
+
+    def found(content: bytes) -> str:
+        (folder / "new.so").write_bytes(content)
+        (folder / "new.so").replace(folder / "penstock_cpu.so")  # a file that is mapped must not be written over
+        library._find_library.cache_clear()
+        config = EngineConfig.from_options().resolve(load_model_config(resolve_model("demo")))
+        assert config.numerics.kernels == ("cpu" if library.load_library() else "reference")
+        return config.reasons["kernels"]
+
+    for share in (0.3, 0.7):
+        cut = whole[: int(share * len(whole))]
+        assert re.search(rf"reference: .* has {len(cut)} of \d+ bytes\); install the package again", found(cut))
+    assert "damaged" not in found(whole)
+    record.write_text(f"penstock/cli/main.py,sha256=x,1\n{name},sha256={digest},{len(whole)}\n")
+    assert "damaged" not in found(whole)
+    assert "its SHA-256 differs" in found(bytes(other))
+    assert f"has {len(whole) + 1} bytes, and {len(whole)} were installed" in found(whole + b"x")
 
 
 @pytest.mark.skipif(not levels(), reason="no native library")

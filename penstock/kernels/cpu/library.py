@@ -5,11 +5,17 @@ uses and raises an error on anything else, so it cannot miss a declaration.
 
 PENSTOCK_CPU_LEVEL=portable, avx2, avx512f, avx512, avx512fma or amx selects an instruction level up to the best one.
 PENSTOCK_CPU_LIBRARY=FILE loads another build of the library, as `make sanitize` does.
+
+A file that was cut short would end the process with SIGBUS, at the first page that is missing. So the file is checked
+before it is loaded: its size against its own headers, and size and SHA-256 against what pip noted when it installed it.
 """
 
+import base64
 import ctypes
+import hashlib
 import os
 import re
+import struct
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -194,6 +200,8 @@ def _find_library() -> tuple[ctypes.CDLL | None, str]:
     if path is None:
         return None, NOT_BUILT
     try:
+        if damage := _damage_of(path):
+            return None, f"the native library is damaged ({damage}); install the package again"
         library = ctypes.CDLL(str(path))
         version = library.penstock_abi_version()
         if version != ABI_VERSION:
@@ -206,6 +214,34 @@ def _find_library() -> tuple[ctypes.CDLL | None, str]:
         text = " ".join(str(error).split())
         return None, f"the native library cannot be used ({text}); install the package again"
     return library, ""
+
+
+def _damage_of(path: Path) -> str:
+    """Say what is wrong with the file of a library, or with its being another than the installed one; "" if nothing."""
+    content = path.read_bytes()
+    if needed := max((offset + size for offset, size in _segments(content)), default=0):
+        if len(content) < needed:
+            return f"{path} has {len(content)} of {needed} bytes"
+    for record in path.parents[min(3, len(path.parents) - 1)].glob("penstock-*.dist-info/RECORD"):
+        name = f"{path.relative_to(record.parents[1])},sha256="
+        for line in record.read_text(encoding="utf-8").splitlines():
+            if line.startswith(name):
+                expected, _, size = line.removeprefix(name).partition(",")
+                if size != str(len(content)):
+                    return f"{path} has {len(content)} bytes, and {size} were installed"
+                if base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=") != expected:
+                    return f"{path} is not the file that was installed: its SHA-256 differs"
+    return ""
+
+
+def _segments(content: bytes) -> list[tuple[int, int]]:
+    """List the offset and size in the file of everything that the loader would map; [] if it is no 64-bit ELF file."""
+    if len(content) < 64 or content[:5] != b"\x7fELF\x02":
+        return []
+    (first,), (size, count) = struct.unpack_from("<Q", content, 32), struct.unpack_from("<HH", content, 54)
+    starts = [start for start in range(first, first + size * count, size) if start + 40 <= len(content)]
+    found = [struct.unpack_from("<QQQQ", content, start + 8) for start in starts]  # offset, two addresses, size
+    return [(offset, length) for offset, _, _, length in found] + [(first, size * count)]
 
 
 def best_level() -> str | None:
