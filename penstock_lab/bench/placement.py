@@ -83,7 +83,7 @@ class Trial:
                 max_model_len=context, max_num_seqs=placement.rows, max_num_batched_tokens=placement.rows
             ),
         ).resolve(model)
-        return cls(own, model, directory, replace(placement, context=context, checkpoint_bytes=None), hardware)
+        return cls(own, model, directory, replace(placement, context=context), hardware)
 
     @property
     def plan(self) -> PlacementPlan:

@@ -86,7 +86,7 @@ def _print_placement(console: Console, found: dict[str, Any]) -> None:
         f"{found['peak_sram_bytes_per_chip'] / MIB:.1f} MiB of a chip in an epoch, "
         f"{size_text(found['peak_dram_bytes_per_chip'])} of its DRAM",
         f"weights: {found['weight_bytes'] / 1e9:.1f} GB, {found['weight_bytes_per_layer'] / 1e9:.2f} GB per layer "
-        f"({found['counted_weight_bytes'] / 1e9:.1f} GB counted on the chips), "
+        f"({found['chip_weight_bytes'] / 1e9:.1f} GB on the chips), "
         f"{found['streamed_bytes_per_token'] / 1e9:.1f} GB streamed per token",
     ]
     lines += [f"it is impossible: {problem}" for problem in found["problems"]]

@@ -35,9 +35,8 @@ COUNTS = {
     "sram_per_chip": MAX_BYTES,
     "dram_per_chip": MAX_BYTES,
     "stream_buffer": MAX_BYTES,
-    "checkpoint_bytes": MAX_BYTES,
 }
-OPTIONAL_COUNTS = ("stream_buffer", "checkpoint_bytes")
+OPTIONAL_COUNTS = ("stream_buffer",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,6 @@ class Placement:
         chips_of: the chips of "attention", "mlp" and "lm_head". Without "lm_head" the head is a NOP: hidden states are
             returned to the host.
         head_pad: number of tokens added to the vocabulary.
-        checkpoint_bytes: bytes of all weights; None: they are counted.
         overrides: pattern of an operation's name ("layers.3.mlp") -> its chips; the last match counts.
     """
 
@@ -62,7 +60,6 @@ class Placement:
     weights: str = STREAMED
     stream_buffer: int = 0
     head_pad: int = 0
-    checkpoint_bytes: int | None = None
     overrides: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def where(self, name: str) -> tuple[int, ...]:
@@ -110,12 +107,17 @@ class PlacementPlan:
     key_bytes: int
     layers: int
     problems: tuple[str, ...]
+    host_bytes: int = 0
+
+    @property
+    def chip_weight_bytes(self) -> int:
+        """The bytes of the weights of all operations."""
+        return sum(operation.weight_bytes for epoch in self.epochs for operation in epoch)
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of all weights, as given or counted."""
-        counted = sum(operation.weight_bytes for epoch in self.epochs for operation in epoch)
-        return self.placement.checkpoint_bytes or counted
+        """The bytes of all weights, with those that stay on the host: the embedding and the final norm."""
+        return self.chip_weight_bytes + self.host_bytes
 
     def figures(self) -> dict[str, Any]:
         place = self.placement
@@ -127,7 +129,7 @@ class PlacementPlan:
             "sram_bytes": attention * place.sram_per_chip,
             "weight_bytes": self.weight_bytes,
             "weight_bytes_per_layer": self.weight_bytes // self.layers,
-            "counted_weight_bytes": sum(operation.weight_bytes for epoch in self.epochs for operation in epoch),
+            "chip_weight_bytes": self.chip_weight_bytes,
             "epochs": self.layers,
             "streamed_bytes_per_token": self.streamed_bytes,
             "peak_sram_bytes_per_chip": max(self.sram().values()),
@@ -147,7 +149,7 @@ class PlacementPlan:
         """The bytes of weights that pass through SRAM while each row gets one token."""
         if self.placement.weights == RESIDENT:
             return 0
-        return sum(operation.weight_bytes for epoch in self.epochs for operation in epoch)
+        return self.chip_weight_bytes
 
     def areas(self) -> list[dict[str, Any]]:
         """List which chips compute each operation, with the runs of consecutive epochs in which they do so."""
@@ -185,7 +187,8 @@ class PlacementPlan:
 def plan_placement(model: ModelConfig, weights: Mapping[str, int], placement: Placement) -> PlacementPlan:
     """Divide the operations of a model into epochs.
 
-    weights: bytes of one layer's attention, of its mlp, and of the padded head (see `operation_bytes`).
+    weights: bytes of one layer's attention, of its mlp, of the padded head, and of what stays on the host (see
+        `operation_bytes`).
     """
     element = ELEMENT_BYTES[placement.cache_type]
     key = placement.rows * placement.context * model.num_key_value_heads * model.head_dim * element
@@ -203,7 +206,7 @@ def plan_placement(model: ModelConfig, weights: Mapping[str, int], placement: Pl
         epochs.append((Operation("lm_head", head, weights["lm_head"]),))
     known = tuple(tuple(operation for operation in epoch if operation.chips) for epoch in epochs)
     problems = tuple(_problems(placement, epochs, known))
-    return PlacementPlan(placement, known, key, model.num_hidden_layers, problems)
+    return PlacementPlan(placement, known, key, model.num_hidden_layers, problems, weights.get("host", 0))
 
 
 def _problems(
@@ -267,11 +270,12 @@ def _sram_of(placement: Placement, epoch: Sequence[Operation]) -> dict[int, int]
 
 
 def operation_bytes(model: ModelConfig, shapes: Mapping[str, tuple[tuple[int, ...], ...]], pad: int) -> dict[str, int]:
-    """Count the bytes of a layer's attention and mlp in bfloat16, and of the head with `pad` more tokens.
+    """Count the bytes of a layer's attention and mlp in bfloat16, of the head with `pad` more tokens, and of what stays
+    on the host.
 
-    shapes: the shapes of the parameters of layer 0, by operation.
+    shapes: the shapes of the parameters of layer 0, by operation, and of the "host".
     """
-    found = {name: WEIGHT_BYTES * sum(_size(shape) for shape in shapes[name]) for name in ("attention", "mlp")}
+    found = {name: WEIGHT_BYTES * sum(_size(shape) for shape in own) for name, own in shapes.items()}
     return found | {"lm_head": WEIGHT_BYTES * (model.vocab_size + pad) * model.hidden_size}
 
 

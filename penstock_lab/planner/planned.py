@@ -153,10 +153,12 @@ class NoLinks:
 
 
 def layer_shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Group the shapes of the first layer's parameters by the branch that they belong to."""
-    found: dict[str, list[tuple[int, ...]]] = {"attention": [], "mlp": []}
+    """Group the shapes of the first layer's parameters by the branch that they belong to. "host": what belongs to no
+    operation."""
+    found: dict[str, list[tuple[int, ...]]] = {"attention": [], "mlp": [], "host": []}
     for name, parameter in parameters.items():
-        layer, _, branch = (operation_of(name) or "").rpartition(".")
+        operation = operation_of(name)
+        layer, _, branch = (operation or "layers.0.host").rpartition(".")
         if layer == "layers.0":
             found[branch].append(parameter.shape)
     return {name: tuple(shapes) for name, shapes in found.items()}

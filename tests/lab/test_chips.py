@@ -55,9 +55,7 @@ def trial(directory: Path, model: dict[str, Any], hardware: Hardware = GALAXY, *
     config = EngineConfig.from_options(
         model=str(directory), load_format="dummy", dtype="float32", threads=1, max_model_len=16
     )  # in float32 each bit of a sum is seen
-    placement: Placement = replace(
-        load_placement("falcon-40b-galaxy"), **{"rows": 4, "checkpoint_bytes": None} | changes
-    )
+    placement: Placement = replace(load_placement("falcon-40b-galaxy"), **{"rows": 4} | changes)
     return Trial.of(config, placement, hardware)
 
 

@@ -90,7 +90,7 @@ def test_counts_of_a_placement_have_a_bound() -> None:
         "attention": {"chips": "0-1"}, "mlp": {"chips": 2},
     }  # fmt: skip
     assert read_placement(right).context == 2000
-    for name in ("rows", "context", "chips", "sram_per_chip", "dram_per_chip", "stream_buffer", "checkpoint_bytes"):
+    for name in ("rows", "context", "chips", "sram_per_chip", "dram_per_chip", "stream_buffer"):
         for value in (1e30, 10**30, -1, "many", 1.5, float("nan")):
             with pytest.raises(InvalidRequestError, match=f"^{name}"):
                 read_placement(right | {name: value})
