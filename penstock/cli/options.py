@@ -208,7 +208,10 @@ def _flag_kind(item: Field[Any]) -> dict[str, Any]:
         return {"type": parse_object, "metavar": "JSON"}
     if isinstance(allowed, range):
         if words := item.metadata.get("words", ()):
-            return {"type": lambda text: text if text in words else parse_size(text), "metavar": "|".join(("N", *words))}
+            return {
+                "type": lambda text: text if text in words else parse_size(text),
+                "metavar": "|".join(("N", *words)),
+            }
         return {"type": int if allowed.start < 0 else parse_size, "metavar": "N"}
     choices = [choice for choice in allowed if choice is not None]
     return {"type": type(choices[0]), "metavar": "{" + ",".join(map(str, choices)) + "}"}

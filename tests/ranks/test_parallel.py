@@ -26,8 +26,8 @@ from penstock.interface.messages import EngineRequest
 from penstock.ranks import build, layers, links
 from penstock.ranks.group import Group
 from penstock.ranks.launcher import HostLauncher, open_launcher
-from penstock.ranks.links import Mesh, SharedMemoryLinks, SocketLinks
 from penstock.ranks.layers import SplitHead
+from penstock.ranks.links import Mesh, SharedMemoryLinks, SocketLinks
 from penstock.ranks.sharding import Degrees
 from penstock_lab.bench.profile import Profile
 from penstock_lab.bench.split_meter import SplitMeter
