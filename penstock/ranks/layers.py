@@ -236,7 +236,7 @@ class ColumnsEmbedding(Embedding):
 
 
 class SplitHead(LMHead):
-    """hidden [M, hidden] dtype -> logits [M, V'] float32, where each rank has some columns, and the last the padding."""
+    """hidden [M, hidden] dtype -> logits [M, V'] float32: each rank has some columns, and the last one the padding."""
 
     def __init__(
         self,

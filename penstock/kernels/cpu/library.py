@@ -219,9 +219,9 @@ def _find_library() -> tuple[ctypes.CDLL | None, str]:
 def _damage_of(path: Path) -> str:
     """Say what is wrong with the file of a library, or with its being another than the installed one; "" if nothing."""
     content = path.read_bytes()
-    if needed := max((offset + size for offset, size in _segments(content)), default=0):
-        if len(content) < needed:
-            return f"{path} has {len(content)} of {needed} bytes"
+    needed = max((offset + size for offset, size in _segments(content)), default=0)
+    if len(content) < needed:
+        return f"{path} has {len(content)} of {needed} bytes"
     for record in path.parents[min(3, len(path.parents) - 1)].glob("penstock-*.dist-info/RECORD"):
         name = f"{path.relative_to(record.parents[1])},sha256="
         for line in record.read_text(encoding="utf-8").splitlines():
