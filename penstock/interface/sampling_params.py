@@ -503,9 +503,9 @@ class SamplingParams:
 
     def settled(self, **fields: Any) -> "SamplingParams":
         """Copy the parameters with fields that the client has settled (seed, ...), without another check."""
-        made = copy.copy(self)
-        for name, value in fields.items():
-            made._set(name, value)
+        made = object.__new__(type(self))  # copy.copy takes three times as long, for each choice of a call
+        for name in self.__slots__:
+            made._set(name, fields[name] if name in fields else getattr(self, name))
         return made
 
     @property

@@ -1,5 +1,6 @@
 """POST /v1/completions and /v1/chat/completions: one path from request to answer, and two answer formats."""
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -131,6 +132,11 @@ class Shape(ABC, Generic[Body]):
 
     async def whole(self) -> shapes.Completion:
         outputs = await self.generation.collect()
+        if any(output.prompt_logprobs for output in outputs):  # many: in a thread, so that others are served meanwhile
+            return await asyncio.to_thread(self._whole, outputs)
+        return self._whole(outputs)
+
+    def _whole(self, outputs: list[RequestOutput]) -> shapes.Completion:
         choices = [
             self._choice(index, output, choice)
             for index, output in enumerate(outputs)
@@ -147,7 +153,8 @@ class Shape(ABC, Generic[Body]):
                 if item is None:
                     yield None
                     continue
-                for chunk in self._chunks(*item):
+                chunks = self._chunks(*item)
+                for chunk in chunks if item[1].prompt_logprobs is None else await asyncio.to_thread(list, chunks):
                     yield chunk
         if self.body.usage_at_end or self.body.timeline:
             usage = self.generation.usage() if self.body.usage_at_end else UNSET

@@ -4,6 +4,7 @@ Each app has its own ServerContext, which is reached through the request (`conte
 load at /status is made from the fields of EngineStats, each of which says under which name it is reported.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -30,6 +31,7 @@ from penstock.server.options import ServerOptions
 from penstock.server.timelines import RequestLog, TimelineTable, label_text
 from penstock.tokenizer.tokenizer import Tokenizer
 
+LARGE_BODY = 2**18  # bytes
 SourceOf = Callable[..., Source]
 # The flow of the request that the running task answers, for what it waits for on the way to the engine.
 FLOW: ContextVar[str | None] = ContextVar("flow", default=None)
@@ -180,8 +182,15 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         shown = ascii(content_type)[:80] if content_type else "none"
         hint = 'send the header "Content-Type: application/json" (curl: -H "Content-Type: application/json")'
         raise ApiError(415, f"Content-Type is {shown}; {hint}", code="unsupported_media_type")
-    parsed = parse(await request.body(), kind)
-    log_of(request).labels = label_text(parsed)
+    content = await request.body()
+    if len(content) > LARGE_BODY:  # in a thread, so that others are served between the steps
+        return await asyncio.to_thread(_decoded, content, kind, log_of(request))
+    return _decoded(content, kind, log_of(request))
+
+
+def _decoded(content: bytes, kind: type[Body], log: RequestLog) -> Body:
+    parsed = parse(content, kind)
+    log.labels = label_text(parsed)
     return to_request(parsed, kind)
 
 

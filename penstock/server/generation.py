@@ -232,6 +232,7 @@ async def merged(
                     pending[_next_of(streams[index])] = index
                 elif (following := next(waiting, None)) is not None:
                     pending[_next_of(following[1])] = following[0]
+                    await asyncio.sleep(0)  # as above, because many may end with the same step
     finally:
         for task in pending:
             task.cancel()

@@ -11,6 +11,7 @@ needs of its surroundings: accepting connections, systemd's readiness protocol, 
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import math
 import os
@@ -124,6 +125,7 @@ def run(client: EngineClient, options: ServerOptions) -> int:
         import uvloop
 
         loop_factory = uvloop.new_event_loop
+    gc.freeze()  # what is imported stays: the collector would hold the event loop for 0.1 s whenever it looked at it
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(run_server(client, options))
 

@@ -17,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +38,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # replaced in this order
 MAX_ID_DIGITS = 10
+MAX_CACHED_TOKENS = 2**14  # whose bytes are kept: an answer with log-probabilities names many, mostly the same
 
 
 class HFTokenizer:
@@ -81,7 +82,7 @@ class HFTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.joins_bytes = token_bytes.joins
         self.byte_fallback_ids = token_bytes.fallback_ids
-        self.token_to_bytes = token_bytes.__getitem__
+        self.token_to_bytes = lru_cache(MAX_CACHED_TOKENS)(token_bytes.__getitem__)
         has_template = template is not None or chat_template is not None
         self.chat_template = ChatTemplate(template, named, chat_template) if has_template else None
         if self.chat_template is not None and not only_decodes:

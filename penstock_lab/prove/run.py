@@ -12,6 +12,7 @@ from penstock_lab.prove.full_disks import FullDisks
 from penstock_lab.prove.hostile import GeneratedInput, HostileRequests
 from penstock_lab.prove.hostile_files import HostileFiles
 from penstock_lab.prove.long_run import LongRun
+from penstock_lab.prove.loop_holds import LoopHolds
 from penstock_lab.prove.memory import MemoryPlanProof
 from penstock_lab.prove.parallel import ParallelBits
 from penstock_lab.prove.parent_deaths import ParentDeaths
@@ -41,6 +42,7 @@ PROOFS: tuple[Proof, ...] = (
     HostileRequests(),
     GeneratedInput(),
     HostileFiles(),
+    LoopHolds(),
     LongRun(),
     MemoryPlanProof(),
     Replays(),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -60,24 +60,25 @@ class Server:
         return pid
 
 
-def command_line(subject: Subject, *flags: str, port: int = 0) -> list[str]:
-    """Write the command line that starts `penstock serve`."""
+def command_line(subject: Subject, *flags: str, port: int = 0, program: Sequence[str] = ("penstock",)) -> list[str]:
+    """Write the command line that starts `penstock serve`, or the module `program` in its place."""
     options = (_flag(name.replace("_", "-"), value) for name, value in subject.options.items())
-    return [sys.executable, "-m", "penstock", "serve", subject.model, f"--port={port}", *options, *flags]
+    return [sys.executable, "-m", *program, "serve", subject.model, f"--port={port}", *options, *flags]
 
 
 @contextmanager
-def serve(subject: Subject, *flags: str, port: int = 0) -> Iterator[Server]:
+def serve(subject: Subject, *flags: str, port: int = 0, program: Sequence[str] = ("penstock",)) -> Iterator[Server]:
     """Run `penstock serve` on loopback. Yield it when it is ready, and kill it at the end if it still runs.
 
     Args:
         flags: further flags, as on the command line.
         port: to listen on; 0 takes a free one.
+        program: the module that serves, with arguments before the command.
 
     Raises:
         EngineError: the server did not start.
     """
-    command = command_line(subject, *flags, port=port)
+    command = command_line(subject, *flags, port=port, program=program)
     with (
         tempfile.TemporaryFile("w+") as stderr,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,

@@ -9,14 +9,25 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequestError
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.sampling_params import SamplingParams
+from penstock.server import openai_requests
 from penstock.server.api_errors import ApiError
 from penstock.server.app import create_app
 from penstock.server.middleware import FREE_BODY_BYTES, BodyLimitMiddleware
-from penstock.server.openai_requests import ChatRequest, CompletionRequest, parse, to_request
+from penstock.server.openai_requests import (
+    MAX_NESTED,
+    MAX_STRINGS,
+    MAX_VALUES,
+    ChatRequest,
+    CompletionRequest,
+    parse,
+    to_request,
+)
 from penstock.server.options import ServerOptions
 from penstock.server.timelines import label_text
 from tests.server.fakes import FakeEngineClient
@@ -24,6 +35,7 @@ from tests.server.harness import QUIET, RunningServer, app_client, running, send
 from tests.server.test_sockets import post, raw, read_all
 
 KEYED = dataclasses.replace(QUIET, api_key="right", max_body_bytes=100_000_000)
+JSON = {"Content-Type": "application/json"}
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
 
 
@@ -184,3 +196,35 @@ def test_many_prompts_leave_the_loop_to_others(server: RunningServer) -> None:
     answer = send(f"{server.url}/v1/completions", json=body, headers=head).json()
     assert len(answer["choices"]) == 256
     assert len({id(params) for _, params, _ in server.client.seen[-256:]}) == 1
+
+
+def test_a_body_has_a_limited_number_of_values() -> None:
+    """Guards against megabytes of small values, which take a second to decode, and against text that counts as some."""
+
+    def code(body: bytes) -> str | None:
+        answer = app_client(FakeEngineClient(max_model_len=2**20)).post("/v1/completions", content=body, headers=JSON)
+        return None if answer.status_code == 200 else answer.json()["error"]["code"]
+
+    texts = rb"[{\\\"\\,:" * 60_000  # looks like values, and none of its quotes ends it
+    assert code(b'{"prompt": "a", "max_tokens": 1, "user": "%s"}' % texts) is None
+    for piece, most in ((b"0,", MAX_VALUES), (b'"a",', MAX_STRINGS), (b"[],", MAX_NESTED), (b"{},", MAX_NESTED)):
+        for count, expected in ((most - 100, "invalid_type"), (most + 100, "too_many_values")):
+            assert code(b'{"prompt": "a", "stop": [%s0]}' % (piece * count)) == expected, piece
+
+
+PARTS = (b'\\"', b"\\\\", b",", b"[{", b"n")
+
+
+@given(st.lists(st.lists(st.sampled_from(PARTS)).map(b"".join), max_size=3), st.integers(1, 9), st.integers(0, 4))
+def test_values_are_counted_as_a_reader_counts_them(texts: list[bytes], slice_size: int, most: int) -> None:
+    """Guards against a slice that ends in an escape or a string, after which strings are taken for what is between."""
+    data = b"".join(b'"%s",[' % text for text in texts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openai_requests, "SLICE", slice_size)
+        patch.setattr(openai_requests, "MAX_NESTED", most)
+        refused = False
+        try:
+            openai_requests.check_values(data)
+        except InvalidRequestError:
+            refused = True
+    assert refused == (len(texts) > most)
