@@ -62,7 +62,7 @@ LAB_USES: set[str] = {
     "penstock.client.admission", "penstock.client.engine_client", "penstock.client.engine_handle",
     "penstock.client.frames", "penstock.client.input_processor", "penstock.client.open_requests",
     "penstock.client.process", "penstock.client.prompts", "penstock.client.recorder", "penstock.client.records",
-    "penstock.client.step_client", "penstock.client.text",
+    "penstock.client.step_client", "penstock.client.text", "penstock.client.turns",
     "penstock.config",
     "penstock.engine.block_pool", "penstock.engine.draft_policy", "penstock.engine.engine",
     "penstock.engine.kv_cache_manager", "penstock.engine.observer", "penstock.engine.policies",
@@ -94,7 +94,7 @@ LAB_USES: set[str] = {
     "penstock.weights.hub", "penstock.weights.kv_scales", "penstock.weights.loader", "penstock.weights.packed",
     "penstock.weights.rows", "penstock.weights.safetensors", "penstock.weights.sources",
 }  # fmt: skip
-MOST = {"rooms": 18, "arrows": 100, "Python files": 250, "lines of code": 38_750}
+MOST = {"rooms": 18, "arrows": 100, "Python files": 250, "lines of code": 39_000}
 OF_A_DOCUMENT = "penstock_lab/conventions/"  # argument lists that other projects' documents prescribe
 TRITON = "penstock/kernels/triton/"  # a kernel gets every pointer, size and constant as an argument
 STANDARD_LIBRARY_ONLY = ("errors", "interface", "config", "engine", "kernels/scheme.py")

@@ -324,6 +324,11 @@ class KeptCalls:
         return len(self._calls)
 
     @property
+    def held_bytes(self) -> int:
+        """The memory that the calls take, as it is counted against max_bytes."""
+        return self._bytes.used
+
+    @property
     def unfinished(self) -> list[KeptCall]:
         """The calls that are waiting or running."""
         return [call for call in self._calls.values() if not call.ended]

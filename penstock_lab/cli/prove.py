@@ -10,6 +10,7 @@ from penstock import InvalidRequestError
 from penstock.cli.options import add_engine_options, add_model, engine_options
 from penstock.cli.terminal import handle_signals
 from penstock.client.prompts import progress
+from penstock.errors import check_int
 
 if TYPE_CHECKING:
     from penstock_lab.prove.proof import Outcome
@@ -23,6 +24,7 @@ EXAMPLES = """examples:
 
 Exit code 0: every promise was kept. 1: one was broken, or a proof could not be made. 2: bad input.
 """
+MAX_TRIALS = 10**9
 PIPED_WIDTH = 120  # characters per line of a table that goes to a file or another program
 
 
@@ -31,6 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=5.0, metavar="N", help="minutes for all proofs together (default: 5)"
     )
+    help_text = "trials of each proof at most (default: as many as docs/guarantees.md says, within --minutes)"
+    parser.add_argument("--trials", type=int, default=None, metavar="N", help=help_text)
     parser.add_argument("--only", nargs="+", default=[], metavar="PROOF", help="the proofs to make (default: all)")
     help_text = "write the results, with a description of each trial that went wrong, to this file"
     parser.add_argument("--json", metavar="FILE", help=help_text)
@@ -43,12 +47,14 @@ def run(args: argparse.Namespace) -> int:
 
     if not (math.isfinite(args.minutes) and args.minutes > 0):
         raise InvalidRequestError(f"minutes: {args.minutes} is not a number above 0", param="minutes")
+    check_int("trials", args.trials, 1, MAX_TRIALS, optional=True)
     options = {name: value for name, value in engine_options(args).items() if name not in ("model", "seed")}
     proofs = chosen(args.only)
     handle_signals(terminate=True)
     seed = getattr(args, "seed", 0)
     outcomes = []
-    for outcome in run_proofs(Subject(args.model, options), proofs, minutes=args.minutes, seed=seed, progress=progress):
+    limits = {"minutes": args.minutes, "trials": args.trials}
+    for outcome in run_proofs(Subject(args.model, options), proofs, **limits, seed=seed, progress=progress):
         outcomes.append(outcome)
     _print_table(outcomes)
     passed = all(outcome.passed for outcome in outcomes)

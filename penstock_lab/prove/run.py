@@ -14,6 +14,7 @@ from penstock_lab.prove.hostile_files import HostileFiles
 from penstock_lab.prove.long_run import LongRun
 from penstock_lab.prove.loop_holds import LoopHolds
 from penstock_lab.prove.memory import MemoryPlanProof
+from penstock_lab.prove.mixed import MixedRequests
 from penstock_lab.prove.parallel import ParallelBits
 from penstock_lab.prove.parent_deaths import ParentDeaths
 from penstock_lab.prove.proof import Outcome, Proof, Subject, Trials
@@ -41,6 +42,7 @@ PROOFS: tuple[Proof, ...] = (
     Drains(),
     HostileRequests(),
     GeneratedInput(),
+    MixedRequests(),
     HostileFiles(),
     LoopHolds(),
     LongRun(),
@@ -63,6 +65,7 @@ def run_proofs(
     proofs: Sequence[Proof],
     *,
     minutes: float,
+    trials: int | None = None,
     seed: int = 0,
     progress: Progress = lambda name, goal: nullcontext(lambda number: None),
 ) -> Iterator[Outcome]:
@@ -70,6 +73,7 @@ def run_proofs(
 
     Args:
         minutes: for all proofs together; each makes at least one trial.
+        trials: how many each proof makes at most; None: its own goal.
         seed: of every random choice.
         progress: shows how far a proof is.
     """
@@ -78,12 +82,13 @@ def run_proofs(
         weight = proof.weight / sum(later.weight for later in proofs[index:])
         seconds = weight * max(0.0, deadline - time.monotonic())
         outcome = Outcome(proof.name, proof.promise, proof.unit)
-        with progress(proof.name, proof.goal) as advance:
-            trials = Trials(subject, outcome, goal=proof.goal, seconds=seconds, seed=seed, advance=advance)
+        goal = proof.goal if trials is None else trials
+        with progress(proof.name, goal) as advance:
+            run = Trials(subject, outcome, goal=goal, seconds=seconds, seed=seed, advance=advance)
             started = time.monotonic()
             try:
-                proof.run(trials)
+                proof.run(run)
             except Exception as error:  # an interrupted proof has proved nothing
-                trials.wrong(f"the proof broke off: {type(error).__name__}: {error}")
+                run.wrong(f"the proof broke off: {type(error).__name__}: {error}")
             outcome.seconds = time.monotonic() - started
         yield outcome

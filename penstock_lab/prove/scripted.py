@@ -10,7 +10,8 @@ import itertools
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 from starlette.types import Message
 
@@ -27,7 +28,8 @@ from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import Mailbox
 from penstock.client.records import SavedRecord
 from penstock.client.step_client import InProcessClient
-from penstock.client.text import choose_tokenizer
+from penstock.client.text import IsolatedTokenizer, choose_tokenizer
+from penstock.client.turns import Turns
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Scheduling
@@ -45,10 +47,16 @@ HOST = b"localhost"
 
 
 class ScriptedClient:
-    """An EngineClient over an engine in this process, which is stepped while a request is open."""
+    """An EngineClient over an engine in this process, which is stepped while a request is open.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    forms: compiles the forms of answers, which no answer follows, because tokens are made up here; None: each form is
+        refused.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, forms: IsolatedTokenizer | None = None) -> None:
         self.tokenizer = tokenizer
+        self._forms = forms
+        self._checking = Turns(1)
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         size = tokenizer.vocab_size
         self.model_info = ModelInfo("scripted", MAX_MODEL_LEN, size, ends, "float32", "scripted")
@@ -78,8 +86,12 @@ class ScriptedClient:
         """Admit everything, because the proofs that use this are not about overload."""
 
     async def check_form(self, form: StructuredOutputsParams, flow: str | None = None) -> None:
-        """Refuse every form, because tokens are made up here. The server's own checks of the form come before this."""
-        raise InvalidRequestError("structured_outputs: not followed here", param="structured_outputs")
+        """Compile a form. The server's own checks of the form come before this."""
+        if self._forms is None:
+            raise InvalidRequestError("structured_outputs: not followed here", param="structured_outputs")
+        info = self.model_info
+        async with self._checking.turn(flow):
+            await asyncio.to_thread(self._forms.check_form, form, info.vocab_size, info.eos_token_ids)
 
     def assign_seed(self) -> int:
         return next(self._seeds)
@@ -87,6 +99,8 @@ class ScriptedClient:
     async def generate(self, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
         if any(request.output_token_ids or ()) or request.timeout is not None:
             raise NotImplementedError("no engine dies here, so nothing is resumed, and nothing is due")
+        if request.params is not None and self._forms is not None:
+            request = replace(request, params=request.params.settled(structured_outputs=None))
         opened = self._client.open(request)
         request_id = opened.request_id
         mailbox = self._mailboxes[request_id] = Mailbox(opened.params.output_kind)
@@ -126,6 +140,8 @@ class ScriptedClient:
 
     async def shutdown(self) -> None:
         self._client.shutdown()
+        if self._forms is not None:
+            self._forms.close()
 
     def leftovers(self) -> str | None:
         """Describe what is still held without a reader; None if nothing is held.
@@ -163,22 +179,29 @@ class Response:
     body: bytes = b""
 
 
+OPTIONS = ServerOptions(port=0, access_log=False)
+
+
 class ScriptedServer:
     """The application, called without sockets.
 
     Args:
         model: its tokenizer is used.
+        compiles_forms: whether forms of answers are compiled, in a text process, which `client.shutdown` ends.
 
     Raises:
         ModelLoadError: the model has no tokenizer.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, options: ServerOptions = OPTIONS, *, compiles_forms: bool = False) -> None:
         tokenizer = choose_tokenizer(None, model)
         if tokenizer is None:
             raise ModelLoadError(f"{model} has no tokenizer, and the texts of answers need one")
-        self.client = ScriptedClient(tokenizer)
-        self.app = create_app(self.client, ServerOptions(port=0, access_log=False))
+        forms = choose_tokenizer(None, model, isolated=True) if compiles_forms else None
+        if isinstance(forms, IsolatedTokenizer):
+            forms.load()
+        self.client = ScriptedClient(tokenizer, cast(IsolatedTokenizer | None, forms))
+        self.app = create_app(self.client, options)
 
     async def call(
         self, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = (),
