@@ -1,5 +1,6 @@
 """Print the figures of `penstock plan` as tables."""
 
+from itertools import accumulate
 from typing import Any
 
 from rich.console import Console
@@ -144,3 +145,22 @@ def _print_operator(console: Console, found: dict[str, Any]) -> None:
         times = (f"{1e6 * item[name]:.2f}" for name in ("matrix_seconds", "vector_seconds", "seconds"))
         table.add_row(item["mode"], f"{item['tiles']}", *times)
     console.print(table)
+    table, blocks = Table("block of the unified buffer", "bytes", "ends at"), found["unified_buffer"]
+    for name, end in zip(blocks, accumulate(blocks.values()), strict=True):
+        table.add_row(name, f"{blocks[name]}", f"{end}")
+    console.print(table)
+    if found["tilings"]:
+        console.print(_tilings(found["tilings"]))
+
+
+def _tilings(tilings: list[dict[str, Any]]) -> Table:
+    """Make the table of what the operator decides for each batch, and of the bytes of its workspace."""
+    table = Table("streams", *(f"{item['batch']}" for item in tilings))
+    for name in ("key", "perf_mode", "splits", "split_size", "keys"):
+        table.add_row(name, *(f"{item[name]}" for item in tilings))
+    for name in tilings[0]["workspace"]:
+        table.add_row(name, *(f"{item['workspace'][name]}" for item in tilings))
+    advice = [item["advice"] for item in tilings]
+    if any(advice):
+        table.add_row("advice", *advice)
+    return table

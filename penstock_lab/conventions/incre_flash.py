@@ -1,224 +1,249 @@
-"""The argument list of Huawei's IncreFlashAttention operator, computed in plain torch (kernels/reference/attention.py).
+"""The argument list of Huawei's IncreFlashAttention operator, on the engine's operator where that has the feature.
 
 One new token of each of B sequences attends to the keys of its own sequence:
 
     softmax((q k + pse) * scale, hidden where the mask is true) v
 
-Every argument is checked. A combination that the operator's document leaves undefined, or that is not built, is an
-error that names the argument. The engine itself uses Ops.attend.
+`incre_flash_attention` computes it, `incre_flash_tiling` decides beforehand what the operator's document has decided on
+the host: template, split, cores, workspace and tiling key (planner/operator_tiling.py). Importing this module registers
+`torch.ops.penstock.incre_flash_attention`, which takes the same arguments under the names and numbers of that
+operator's PyTorch binding. The engine itself uses Ops.attend.
 
-Arguments of `incre_flash_attention`:
-    query: [B, N, 1, D] (layout BNSD), [B, 1, N D] (BSH) or [B, 1, N, D] (BSND); the output likewise.
-    key, value: the same with Nkv heads and S slots; or a list of such tensors, one per sequence, each with its own S;
-        or, with a block_table, blocks instead of sequences, with block_size slots each.
-    num_key_value_heads: 0 means num_heads.
-    actual_seq_lengths: tokens per sequence, or one number for all; later slots may hold anything. None means S.
-    atten_mask: bool [B, ..., S], true hides. A row that sees nothing is zeros, and its lse is -inf.
-    pse_shift: [B or 1, N, 1, S], added before scaling as in the document, or after it if pse_before_scale is false.
-    pre_tokens: how many tokens before the new token (the last of its sequence) it sees; None means all.
-    block_table: [B, blocks], with block_size, a multiple of 16 (of 32 for int8). Only the ids of blocks that hold a
-        sequence's tokens are read.
-    kv_padding_size: free slots after every sequence, which ends at S - kv_padding_size.
-    key_antiquant, value_antiquant: scales and offsets of int8 keys and int8 values.
-    quant_scale2, quant_offset2: for an int8 output, round(out * scale + offset); one number or N * D numbers.
-    key_shared_prefix, value_shared_prefix: one sequence, of the query's type, that precedes every sequence.
-    inner_precise: 0 precise, 1 fast: a row that is multiplied with int8 becomes 3 or 2 int8 rows.
-    softmax_lse_flag: also return the logarithm of the sum of e^score, [B, N, 1, 1] float32.
+Every argument is checked. A combination that the operator's document leaves undefined, or that is not built, is an
+error that names the argument, and so is an argument that would have no effect.
 
 Letters: B sequences, N query heads, Nkv kv heads, D head dim, S slots per sequence (paged: blocks * block_size).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from penstock import InvalidRequestError, NotSupportedError
-from penstock.kernels.reference import attention as parts
-from penstock.kernels.reference import quantized_kv as kv
-from penstock.kernels.reference.attention import Part, Scoring
-from penstock_lab.conventions.tiled_attention import attend_tiles, combine
+from penstock.errors import check_int
+from penstock.kernels.reference.attention import Scoring
+from penstock_lab.conventions.incre_flash_arithmetic import (
+    Band,
+    IntegerQuery,
+    KeyValue,
+    Prefix,
+    Slots,
+    Stored,
+    Work,
+    attend,
+    attend_native,
+    native_obstacle,
+)
+from penstock_lab.planner.operator_tiling import SLICES, SPLIT_BELOW, OperatorCall, Tiling, num_splits, plan_call
 
-SLICES = {0: 3, 1: 2}  # inner_precise -> the number of int8 rows that represent a row multiplied with int8
-QUERY_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # the operator has only the first two
+# The operator has the first three only.
+QUERY_TYPES = (torch.float16, torch.bfloat16, torch.int8, torch.float32, torch.float64)
 LAYOUTS = ("BNSD", "BSH", "BSND")
-MODES = ("tensor", "channel", "token")
+MODES = ("tensor", "channel", "token", "head", "token_head")
+BACKENDS = ("auto", "native", "torch")
 MAX_BATCH, MAX_GROUP, MAX_HEAD_DIM, MAX_BLOCK_SIZE = 65536, 64, 512, 512
+PACKED = 8  # int4 numbers in an int32
+COMPRESSED = 2048  # rows and columns of the triangle that sparse modes 2 to 4 take as a mask
+NO_LIMIT = 2**31 - 1  # of pre_tokens and next_tokens, in the operator's binding
 
-KeyValue = Tensor | Sequence[Tensor]
 Lengths = Sequence[int] | None
 Form = tuple[str, int, int]  # layout, kv heads, head dim
-Prefix = tuple[Tensor, Tensor] | None  # keys and values, [1, S, Nkv, D]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Antiquant:
-    """Scales and offsets of int8 keys or values: an integer x represents (x + offset) * scale.
+    """Scales and offsets of int8 or int4 keys or values: an integer x represents (x + offset) * scale.
 
     Attributes:
         mode: which elements share a scale and an offset.
-        scale, offset: in mode "tensor" one number, "channel" [Nkv, D], "token" [B, S] or [num_blocks, block_size].
-            The offset None means 0.
+        scale, offset: in mode "tensor" one number, "head" [Nkv], "channel" [Nkv, D]; "token" [B, S] or
+            [num_blocks, block_size]; "token_head" [B, Nkv, S] or [num_blocks, Nkv, block_size]. The offset None means
+            0.
     """
 
-    mode: Literal["tensor", "channel", "token"]
+    mode: Literal["tensor", "channel", "token", "head", "token_head"]
     scale: Tensor
     offset: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Arguments:
+    """The arguments beside query, key and value.
+
+    query: [B, N, 1, D] (layout BNSD), [B, 1, N D] (BSH) or [B, 1, N, D] (BSND); the output likewise.
+    key, value: the same with Nkv heads and S slots; or a list of such tensors, one per sequence, each with its own S;
+        or, with a block_table, blocks instead of sequences, with block_size slots each. int4 comes as int32, with 8
+        neighbours along the last axis in each number, the first in its lowest bits.
+
+    Attributes:
+        num_key_value_heads: 0 means num_heads.
+        actual_seq_lengths: tokens per sequence, or one number for all; later slots may hold anything. None means S.
+        atten_mask: bool [B, ..., S], true hides. A row that sees nothing is zeros, and its lse is -inf. In sparse modes
+            2 to 4, the triangle [..., 2048, 2048], true above the diagonal.
+        sparse_mode: how the mask and the tokens around are read, with the new token as the only row of the mask:
+            0  the mask, if any; with it, the tokens between pre_tokens before and next_tokens after the first token
+            1  the mask alone
+            2  causal from the upper left corner: the first token
+            3  causal from the lower right corner: all tokens, as the new token is the last of its sequence
+            4  a band: from pre_tokens before to next_tokens after the last token
+        pre_tokens, next_tokens: None, and 2^31 - 1, mean all. A negative number moves that edge of the band the other
+            way. They are errors where they would have no effect.
+        pse_shift: [B or 1, N, 1, S], added before scaling as in the document, or after it if pse_before_scale is false.
+        block_table: [B, blocks], with block_size, a multiple of 16 (of 32 for int8 and int4). Only the ids of blocks
+            that hold a sequence's tokens are read.
+        kv_padding_size: free slots after every sequence, which ends at S - kv_padding_size.
+        key_antiquant, value_antiquant: scales and offsets of int8 and int4 keys and values.
+        dequant_scale_query: [B, N], the value of a unit of an int8 query; key and value are int8, with one scale each.
+        dequant_scale1, quant_scale1, dequant_scale2: one number each, for int8 query, key and value without other
+            scales: of the scores, of the probabilities before they are rounded to int8, and of the result.
+        quant_scale2, quant_offset2: for an int8 output, round(out * scale + offset); one number or N * D numbers.
+        key_shared_prefix, value_shared_prefix: one sequence, of the query's type, that precedes every sequence, or its
+            first actual_shared_prefix_len tokens.
+        inner_precise: 0 precise, 1 fast: a row that is multiplied with int8 becomes 3 or 2 int8 rows, and bfloat16 is
+            computed in float32 or as in a bfloat16 model.
+        softmax_lse_flag: also return the logarithm of the sum of e^score, [B, N, 1, 1] float32.
+        num_cores: split sequences as the document does for this number of cores, if there are fewer than split_below of
+            it pairs of a sequence and a kv head; None: a sequence is one part (the native operator splits by load, with
+            the same bits).
+        backend: "native" for the engine's operator, "torch", or "auto" for the first that has what a call needs.
+    """
+
+    num_heads: int
+    num_key_value_heads: int = 0
+    scale_value: float = 1.0
+    input_layout: str = "BSH"
+    actual_seq_lengths: Sequence[int] | None = None
+    atten_mask: Tensor | None = None
+    sparse_mode: int = 0
+    pre_tokens: int | None = None
+    next_tokens: int | None = None
+    pse_shift: Tensor | None = None
+    pse_before_scale: bool = True
+    block_table: Tensor | None = None
+    block_size: int = 0
+    kv_padding_size: int | None = None
+    key_antiquant: Antiquant | None = None
+    value_antiquant: Antiquant | None = None
+    dequant_scale_query: Tensor | None = None
+    dequant_scale1: Tensor | None = None
+    quant_scale1: Tensor | None = None
+    dequant_scale2: Tensor | None = None
+    quant_scale2: Tensor | None = None
+    quant_offset2: Tensor | None = None
+    key_shared_prefix: Tensor | None = None
+    value_shared_prefix: Tensor | None = None
+    actual_shared_prefix_len: int | None = None
+    inner_precise: int = 0
+    softmax_lse_flag: bool = False
+    num_cores: int | None = None
+    split_below: float = SPLIT_BELOW
+    backend: str = "auto"
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_heads
+
+
 def incre_flash_attention(
-    query: Tensor,
-    key: KeyValue,
-    value: KeyValue,
-    *,
-    num_heads: int,
-    num_key_value_heads: int = 0,
-    scale_value: float = 1.0,
-    input_layout: str = "BSH",
-    actual_seq_lengths: Sequence[int] | None = None,
-    atten_mask: Tensor | None = None,
-    pse_shift: Tensor | None = None,
-    pse_before_scale: bool = True,
-    pre_tokens: int | None = None,
-    block_table: Tensor | None = None,
-    block_size: int = 0,
-    kv_padding_size: int | None = None,
-    key_antiquant: Antiquant | None = None,
-    value_antiquant: Antiquant | None = None,
-    quant_scale2: Tensor | None = None,
-    quant_offset2: Tensor | None = None,
-    key_shared_prefix: Tensor | None = None,
-    value_shared_prefix: Tensor | None = None,
-    inner_precise: int = 0,
-    softmax_lse_flag: bool = False,
+    query: Tensor, key: KeyValue, value: KeyValue, **arguments: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute the output, or (output, lse) with softmax_lse_flag. The module's docstring explains the arguments.
+    """Compute the output, or (output, lse) with softmax_lse_flag. `Arguments` lists and explains the arguments.
 
     Raises:
         NotSupportedError: the operator does not allow this combination, or it is not built; `param` names the argument.
         InvalidRequestError: an argument is wrong; `param` names it.
     """
-    num_kv_heads = num_key_value_heads or num_heads
-    q = _read_query(query, num_heads, num_kv_heads, input_layout)
-    form = input_layout, num_kv_heads, q.shape[2]
+    given = Arguments(**arguments)
+    work = _read(query, key, value, given)
+    _support(given.backend in BACKENDS, "backend", f"one of {', '.join(BACKENDS)}, not {given.backend!r}")
+    obstacle = None if given.backend == "torch" else native_obstacle(work)
+    if obstacle is not None and given.backend == "native":
+        raise NotSupportedError(f"{obstacle[0]}: the native operator takes {obstacle[1]}", param=obstacle[0])
+    if given.backend == "torch" or obstacle is not None:
+        out, lse = attend(work)
+    else:
+        out, lse = attend_native(work, fast=given.inner_precise == 1)
+    out = _deliver(out, _output_type(work.q), given.quant_scale2, given.quant_offset2).reshape(query.shape)
+    return (out, lse.float()[:, :, None, None]) if given.softmax_lse_flag else out
+
+
+def incre_flash_tiling(
+    query: Tensor,
+    key: KeyValue,
+    value: KeyValue,
+    *,
+    num_cores: int,
+    perf_mode: str | None = None,
+    vectors_only: bool = False,
+    **arguments: Any,
+) -> Tiling:
+    """Decide, without computing, how a number of cores compute a call: the first stage of the operator's two.
+
+    perf_mode, vectors_only: as in planner/operator_tiling.plan_call. The other arguments are those of
+    incre_flash_attention.
+
+    Raises:
+        NotSupportedError, InvalidRequestError: as in incre_flash_attention; also a type that the tiling key has no
+            digit for.
+    """
+    given = Arguments(num_cores=num_cores, **arguments)
+    work = _read(query, key, value, given)
+    stored = key if isinstance(key, Tensor) else key[0]
+    query_type, cache_type = (str(x.dtype).removeprefix("torch.") for x in (query, stored))
+    call = OperatorCall(
+        lengths=work.slots.lengths,
+        num_heads=given.num_heads,
+        num_kv_heads=given.num_kv_heads,
+        head_dim=work.q.shape[2],
+        layout=given.input_layout,
+        query=query_type,
+        cache="int4" if stored.dtype == torch.int32 else cache_type,
+        output="int8" if given.quant_scale2 is not None else query_type,
+        block_size=given.block_size,
+        per_token=work.k.by_token,
+        prefix=work.prefix is not None,
+        inner_precise=given.inner_precise,
+    )
+    return plan_call(call, num_cores, split_below=given.split_below, perf_mode=perf_mode, vectors_only=vectors_only)
+
+
+def _read(query: Tensor, key: KeyValue, value: KeyValue, given: Arguments) -> Work:
+    """Check all arguments, and bring them into the form of the arithmetic."""
+    q = _read_query(query, given.num_heads, given.num_kv_heads, given.input_layout)
+    form = given.input_layout, given.num_kv_heads, q.shape[2]
     keys, values = _read_tokens("key", key, form), _read_tokens("value", value, form)
-    _check_types(q, keys, values, inner_precise)
-    slots = _read_slots(keys, len(q), actual_seq_lengths, block_table, block_size, kv_padding_size)
-    k = _read_antiquant("key_antiquant", key_antiquant, keys, form)
-    v = _read_antiquant("value_antiquant", value_antiquant, values, form)
-    visible = _read_visible(atten_mask, pre_tokens, slots)
-    scoring = Scoring(scale_value, None, _read_pse(pse_shift, q, slots.count), pse_before_scale)
-    alone: dict[str, object] = {"atten_mask": atten_mask, "pse_shift": pse_shift, "pre_tokens": pre_tokens}
-    alone |= {"key_antiquant": key_antiquant, "value_antiquant": value_antiquant}
-    prefix = _read_prefix(key_shared_prefix, value_shared_prefix, form, q.dtype, alone)
-    out, lse = _attend(q, k, v, slots, visible, scoring, SLICES[inner_precise], prefix)
-    out = _deliver(out, q.dtype, quant_scale2, quant_offset2).reshape(query.shape)
-    return (out, lse.float()[:, :, None, None]) if softmax_lse_flag else out
+    _check_types(q, keys, values, given.inner_precise)
+    padding = given.kv_padding_size
+    slots = _read_slots(keys, len(q), given.actual_seq_lengths, given.block_table, given.block_size, padding)
+    whole = given.dequant_scale1 is not None
+    k = _read_antiquant("key_antiquant", given.key_antiquant, keys, form, whole=whole)
+    v = _read_antiquant("value_antiquant", given.value_antiquant, values, form, whole=whole)
+    band, mask = _read_sparse(given, slots)
+    pse = _read_pse(given.pse_shift, q, slots.count)
+    check_int("num_cores", given.num_cores, 1, 2**16, optional=True)
+    longest = max(slots.lengths, default=0)
+    splits = 1 if given.num_cores is None else num_splits(len(q) * form[1], given.num_cores, given.split_below)
+    return Work(
+        q=q,
+        k=k,
+        v=v,
+        slots=slots,
+        band=band,
+        visible=mask,
+        scoring=Scoring(given.scale_value, None, pse, given.pse_before_scale),
+        slices=SLICES[given.inner_precise],
+        prefix=_read_prefix(given, form, q.dtype),
+        split_size=-(-longest // splits) if splits > 1 else 0,
+        integers=_read_integers(given, q, k),
+    )
 
 
-# --- arithmetic ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Slots:
-    """The slots of each sequence b: starts[b] .. stops[b] - 1 of `count`, addressed by the block table if any."""
-
-    starts: Sequence[int]
-    stops: Sequence[int]
-    count: int
-    block_table: Tensor | None = None
-    block_size: int = 0
-
-    def of_sequence(self, b: int) -> slice:
-        return slice(self.starts[b], self.stops[b])
-
-    def tokens_of(self, x: KeyValue, b: int) -> Tensor:
-        """Take sequence b's part of x [B, S, ...], of a list of [S, ...], or of blocks [num_blocks, block_size, ...].
-
-        The result is contiguous, so that torch adds in the same order wherever the tokens were.
-        """
-        here = self.of_sequence(b)
-        if self.block_table is None:
-            return x[b][here].contiguous()
-        assert isinstance(x, Tensor)
-        blocks = self.block_table[b, : -(-here.stop // self.block_size)].long()
-        return x[blocks].flatten(0, 1)[here].contiguous()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stored:
-    """Keys or values as they are stored: an element x represents (x + offset) * scale.
-
-    Attributes:
-        tokens: as _read_tokens returns them; for one sequence, [1, S, Nkv, D].
-        scale, offset: float32, [Nkv, D]; with by_token, of the shape of the cache's slots, and for one sequence
-            [S, 1, 1].
-    """
-
-    tokens: KeyValue
-    scale: Tensor
-    offset: Tensor
-    by_token: bool = False
-
-    def of_sequence(self, slots: _Slots, b: int) -> "_Stored":
-        scale, offset = self.scale, self.offset
-        if self.by_token:
-            scale, offset = (slots.tokens_of(x, b)[:, None, None] for x in (scale, offset))
-        return _Stored(slots.tokens_of(self.tokens, b)[None], scale, offset, self.by_token)
-
-    def scales(self, num_heads: int) -> tuple[Tensor, Tensor]:
-        """Shape the scales of tokens as [S or 1, 1, 1] and of query heads as [N or 1, D or 1]. One of the two is 1."""
-        one = self.scale.new_ones(1, 1, 1)
-        if self.by_token:
-            return self.scale, one[0]
-        return one, self.scale.repeat_interleave(num_heads // len(self.scale), dim=0)
-
-
-def _attend(
-    q: Tensor, k: _Stored, v: _Stored, slots: _Slots, visible: Tensor, scoring: Scoring, slices: int, prefix: Prefix
-) -> tuple[Tensor, Tensor]:
-    """Compute rows [B, N, D] and lse [B, N] for q [B, N, D]. visible: [B, S]; scoring.bias: [B or 1, N, 1, S]."""
-    q = q.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
-    done = []
-    for b in range(len(q)):
-        here, bias = slots.of_sequence(b), scoring.bias
-        if bias is not None:
-            bias = bias[b % len(bias), None, :, :, here].to(q.dtype)
-        own_k, own_v = (x.of_sequence(slots, b) for x in (k, v))
-        seen = visible[b, None, None, None, here]
-        done.append(parts.finish(_part(q[b, None, None], own_k, own_v, seen, replace(scoring, bias=bias), slices)))
-    out, lse = (torch.cat(items).squeeze(1) for items in zip(*done, strict=True))
-    if prefix is not None:  # all rows attend to it as one sequence, so it is read once and not B times
-        keys, values = (x.to(q.dtype) for x in prefix)
-        before, before_lse = parts.finish(parts.attend_part(q[None], keys, values, None, Scoring(scoring.scale)))
-        out, lse = combine(torch.stack([before[0], out]), torch.stack([before_lse[0], lse]))
-    return out, lse
-
-
-def _part(q: Tensor, k: _Stored, v: _Stored, visible: Tensor, scoring: Scoring, slices: int) -> Part:
-    """Compute one sequence's part for q [1, 1, N, D].
-
-    int8 keys and values are not dequantised. The few rows multiplied with them are rewritten instead (the document's
-    AntiQuant): scales of channels go into the query or the result, scales of tokens into the scores or the
-    probabilities, and the query and the probabilities become int8 slices.
-    """
-    keys, values = k.tokens, v.tokens
-    assert isinstance(keys, Tensor)
-    assert isinstance(values, Tensor)
-    if keys.shape[1] == 0:
-        return Part.nothing(q)
-    if keys.dtype != torch.int8:
-        return attend_tiles(q, keys.to(q.dtype), values.to(q.dtype), visible, scoring)
-    per_token, per_head = k.scales(q.shape[2])
-    rows = kv.slices(q.float() * per_head, slices)
-    p, greatest = parts.probabilities(parts.scores(rows, (keys.float() + k.offset) * per_token, visible, scoring))
-    per_token, per_head = v.scales(q.shape[2])
-    weights = torch.where(visible, p * per_token.flatten(), 0.0)  # the scales of hidden tokens may be anything
-    offset = v.offset.where(v.offset.isfinite(), 0.0)
-    mixed = parts.mix(kv.slices(weights, slices), values.float() + offset, visible) * per_head
-    return Part(greatest.transpose(1, 2), p.sum(dim=-1).transpose(1, 2), mixed)
+def _output_type(q: Tensor) -> torch.dtype:
+    return torch.float16 if q.dtype == torch.int8 else q.dtype
 
 
 def _deliver(out: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Tensor | None) -> Tensor:
@@ -279,12 +304,22 @@ def _read_tokens(name: str, x: KeyValue, form: Form) -> KeyValue:
 
 
 def _tokens(name: str, x: Tensor, form: Form) -> Tensor:
-    """View one tensor as [B, S, Nkv, D]: nothing is copied, and nothing has to be contiguous."""
+    """View one tensor as [B, S, Nkv, D]: nothing has to be contiguous, and only int4 is copied, to int8."""
     layout, *heads = form
+    if x.dtype == torch.int32:
+        _require(heads[1] % PACKED == 0, name, f"of a head dim that is a multiple of {PACKED}, for int4 in int32")
+        x = unpack_int4(x)
     sizes = {"N": heads[0], "D": heads[1], "H": heads[0] * heads[1]}
     right = x.ndim == len(layout) and all(n == sizes.get(axis, n) for axis, n in zip(layout, x.shape, strict=True))
     _require(right, name, f"laid out as {layout}, {heads[0]} heads of {heads[1]}, not {tuple(x.shape)}")
     return x.transpose(1, 2) if layout == "BNSD" else x.view(*x.shape[:2], *heads)
+
+
+def unpack_int4(x: Tensor) -> Tensor:
+    """Unpack the int4 numbers of x [..., n] int32: [..., 8 n] int8, from -8 to 7."""
+    shifts = torch.arange(0, 4 * PACKED, 4, dtype=torch.int32)
+    low = (x[..., None] >> shifts) & 15
+    return torch.where(low > 7, low - 16, low).to(torch.int8).flatten(-2)
 
 
 def _check_types(q: Tensor, keys: KeyValue, values: KeyValue, inner_precise: int) -> None:
@@ -298,7 +333,7 @@ def _check_types(q: Tensor, keys: KeyValue, values: KeyValue, inner_precise: int
 
 def _read_slots(
     keys: KeyValue, num_seqs: int, lengths: Lengths, block_table: Tensor | None, block_size: int, padding: int | None
-) -> _Slots:
+) -> Slots:
     """Find the slots of each sequence's keys. keys: as _read_tokens returns them."""
     given, listed = lengths is not None, not isinstance(keys, Tensor)
     if block_table is not None:
@@ -328,49 +363,103 @@ def _read_slots(
         bad = [block for row in used for block in row if not 0 <= block < len(keys)]
         _require(not bad, "block_table", f"ids 0 to {len(keys) - 1} in the blocks that sequences use, not {bad[:5]}")
     if padding is None:
-        return _Slots([0] * num_seqs, counts, count, block_table, block_size)
+        return Slots([0] * num_seqs, counts, count, block_table, block_size)
     end = count - max(0, padding)
     starts = [end - own for own in counts]
     # A sequence that does not fit before the padding has no tokens.
-    return _Slots([max(0, start) for start in starts], [end if start >= 0 else 0 for start in starts], count)
+    return Slots([max(0, start) for start in starts], [end if start >= 0 else 0 for start in starts], count)
 
 
-def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: Form) -> _Stored:
-    """Add scales and offsets to keys or values; they are 1 and 0 if the tokens are not int8."""
+def _read_antiquant(name: str, given: Antiquant | None, tokens: KeyValue, form: Form, *, whole: bool) -> Stored:
+    """Add scales and offsets to keys or values; they are 1 and 0 if the tokens are not int8.
+
+    whole: scores and results have scales instead.
+    """
     channels, is_int8 = form[1:], any(item.dtype == torch.int8 for item in tokens)
-    _support((given is not None) == is_int8, name, "required for int8, and only for int8")
+    if whole:
+        _support(given is None, name, "not supported with dequant_scale1")
+    else:
+        _support((given is not None) == is_int8, name, "required for int8, and only for int8")
     if given is None:
-        return _Stored(tokens, torch.ones(channels), torch.zeros(channels))
+        return Stored(tokens, torch.ones(channels), torch.zeros(channels))
     _support(given.mode in MODES, name, f"mode {' or '.join(map(repr, MODES))}, not {given.mode!r}")
     scale = given.scale.float()
     offset = torch.zeros_like(scale) if given.offset is None else given.offset.float()
     shape = tuple(scale.shape)
     _require(offset.shape == scale.shape, name, f"an offset of the scale's shape {shape}, not {tuple(offset.shape)}")
-    if given.mode == "token":
-        _support(isinstance(tokens, Tensor), name, "mode 'token' is not supported with a list of tensors")
-        slots = len(tokens), len(tokens[0])
-        _require(shape == slots, name, f"one scale per token, {slots}, not {shape}")
-        return _Stored(tokens, scale, offset, by_token=True)
-    size = 1 if given.mode == "tensor" else channels[0] * channels[1]
+    if given.mode in ("token", "token_head"):
+        _support(isinstance(tokens, Tensor), name, f"mode {given.mode!r} is not supported with a list of tensors")
+        slots: tuple[int, ...] = len(tokens), len(tokens[0])
+        if given.mode == "token_head":
+            slots = slots[0], channels[0], slots[1]
+        _require(shape == slots, name, f"one scale per token{' and head' * len(slots[2:])}, {slots}, not {shape}")
+        if given.mode == "token_head":
+            scale, offset = scale.transpose(1, 2), offset.transpose(1, 2)
+        return Stored(tokens, scale, offset, by_token=True)
+    size = {"tensor": 1, "head": channels[0], "channel": channels[0] * channels[1]}[given.mode]
     _require(scale.numel() == size, name, f"{size} scales in mode {given.mode!r}, not {shape}")
+    if given.mode == "head":
+        scale, offset = (x.reshape(-1, 1).expand(channels) for x in (scale, offset))
     scale, offset = (x.flatten().expand(channels[0] * channels[1]).reshape(channels) for x in (scale, offset))
-    return _Stored(tokens, scale, offset)
+    return Stored(tokens, scale, offset)
 
 
-def _read_visible(mask: Tensor | None, pre_tokens: int | None, slots: _Slots) -> Tensor:
-    """Decide which slots the new token (the last token) of each sequence sees: [B, S] bool."""
-    shape = len(slots.stops), slots.count
-    first = torch.zeros(shape[0], 1, dtype=torch.int64)
-    if pre_tokens is not None:
-        _require(pre_tokens >= 0, "pre_tokens", f"0 or more, not {pre_tokens}")
-        first = torch.tensor(slots.stops)[:, None] - 1 - pre_tokens
-    visible = torch.arange(shape[1]) >= first
+def _read_integers(given: Arguments, q: Tensor, k: Stored) -> IntegerQuery | None:
+    """Read the scales of an int8 query: of its rows, or three numbers for scores, probabilities and results."""
+    three = {name: getattr(given, name) for name in ("dequant_scale1", "quant_scale1", "dequant_scale2")}
+    is_int8, rows = q.dtype == torch.int8, given.dequant_scale_query
+    for name, x in {"dequant_scale_query": rows, **three}.items():
+        _support(x is None or is_int8, name, "only for an int8 query")
+    if not is_int8:
+        return None
+    shape = tuple(q.shape[:2])
+    if rows is not None:
+        for name, x in three.items():
+            _support(x is None, name, "not supported with dequant_scale_query")
+        _require(tuple(rows.shape) == shape, "dequant_scale_query", f"{shape}, not {tuple(rows.shape)}")
+        for name, of in (("key_antiquant", given.key_antiquant), ("value_antiquant", given.value_antiquant)):
+            plain = of is not None and of.mode == "tensor" and of.offset is None
+            _support(plain, name, "mode 'tensor' without an offset, with an int8 query")
+        return IntegerQuery(rows.float() * k.scale[0, 0])
+    for name, x in three.items():
+        _require(x is not None and x.numel() == 1, name, "one number, for an int8 query without dequant_scale_query")
+    unit, weights, result = (x.float().flatten() for x in three.values())
+    return IntegerQuery(unit.expand(shape), weights, result)
+
+
+def _read_sparse(given: Arguments, slots: Slots) -> tuple[Band, Tensor | None]:
+    """Read mask and sparse mode: the tokens in sight, and the mask by slot [B, S] if any, true where it does not
+    hide."""
+    mode, mask = given.sparse_mode, given.atten_mask
+    _support(mode in range(5), "sparse_mode", f"0 to 4, not {mode}")
+    _require(mode == 0 or mask is not None, "atten_mask", f"required in sparse_mode {mode}")
+    pre, following = (None if x == NO_LIMIT else x for x in (given.pre_tokens, given.next_tokens))
+    takes_band = mode == 4 or (mode == 0 and mask is not None)
+    for name, x in (("pre_tokens", pre), ("next_tokens", following)):
+        text = f"has no effect in sparse_mode {mode}{'' if mode else ' without atten_mask'}"
+        _support(x is None or takes_band, name, text)
+    if pre is not None and following is not None:
+        _require(pre + following >= 0, "pre_tokens", f"at least {-following}, as next_tokens is {following}, not {pre}")
+    bands = {
+        0: Band(pre, following, from_end=False),
+        1: Band(),
+        2: Band(next=0, from_end=False),
+        3: Band(next=0),
+        4: Band(pre, following),
+    }
     if mask is None:
-        return visible
+        return bands[mode], None
     _require(mask.dtype == torch.bool, "atten_mask", f"bool, not {mask.dtype}")
-    right = mask.ndim >= 2 and (len(mask), mask.shape[-1]) == shape and mask.numel() == visible.numel()
+    if mode >= 2:
+        triangle = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1)
+        right = mask.shape[-2:] == triangle.shape and bool((mask == triangle).all())
+        text = f"in sparse_mode {mode} the triangle [{COMPRESSED}, {COMPRESSED}], true above the diagonal"
+        _require(right, "atten_mask", text)
+        return bands[mode], None
+    shape = len(slots.stops), slots.count
+    right = mask.ndim >= 2 and (len(mask), mask.shape[-1]) == shape and mask.numel() == shape[0] * shape[1]
     _require(right, "atten_mask", f"[{shape[0]}, ..., {shape[1]}], not {tuple(mask.shape)}")
-    return visible & ~mask.reshape(shape)
+    return bands[mode], ~mask.reshape(shape)
 
 
 def _read_pse(pse: Tensor | None, q: Tensor, count: int) -> Tensor | None:
@@ -381,21 +470,141 @@ def _read_pse(pse: Tensor | None, q: Tensor, count: int) -> Tensor | None:
     return pse
 
 
-def _read_prefix(
-    key: Tensor | None, value: Tensor | None, form: Form, dtype: torch.dtype, alone: Mapping[str, object]
-) -> Prefix:
-    """Read keys and values [1, S, Nkv, D] of the shared prefix. alone: arguments that are not allowed beside it."""
+def _read_prefix(given: Arguments, form: Form, dtype: torch.dtype) -> Prefix:
+    """Read keys and values [1, S, Nkv, D] of the shared prefix."""
+    key, value, length = given.key_shared_prefix, given.value_shared_prefix, given.actual_shared_prefix_len
     if key is None and value is None:
+        _support(length is None, "actual_shared_prefix_len", "requires key_shared_prefix")
         return None
     if key is None or value is None:
         raise InvalidRequestError(
             "key_shared_prefix: requires value_shared_prefix, and the reverse", param="key_shared_prefix"
         )
-    for name, given in alone.items():
-        _support(given is None, name, "not supported with a shared prefix")
+    for name in ("atten_mask", "pse_shift", "key_antiquant", "value_antiquant", "dequant_scale1"):
+        _support(getattr(given, name) is None, name, "not supported with a shared prefix")
     _require(
         len(key) == 1 and key.shape == value.shape, "key_shared_prefix", "a batch of one, and values of the same shape"
     )
     for name, x in (("key_shared_prefix", key), ("value_shared_prefix", value)):
         _support(x.dtype == dtype, name, f"the query's type, {dtype}, not {x.dtype}: a shared prefix is not quantised")
-    return _tokens("key_shared_prefix", key, form), _tokens("value_shared_prefix", value, form)
+    keys, values = _tokens("key_shared_prefix", key, form), _tokens("value_shared_prefix", value, form)
+    if length is not None:
+        right = 0 <= length <= keys.shape[1]
+        _require(right, "actual_shared_prefix_len", f"0 to {keys.shape[1]}, the prefix's length, not {length}")
+        keys, values = keys[:, :length], values[:, :length]
+    return keys, values
+
+
+# --- the operator in torch -------------------------------------------------------------------------------------------
+
+BY_NUMBER = ("channel", "token", "head", "token_head", "token", "token_head")  # the modes 0 to 5; 4 and 5 are paged
+
+
+def bound_operator(
+    query: Tensor,
+    key: Sequence[Tensor],
+    value: Sequence[Tensor],
+    pse_shift: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    actual_seq_lengths: Sequence[int] | None = None,
+    dequant_scale1: Tensor | None = None,
+    quant_scale1: Tensor | None = None,
+    dequant_scale2: Tensor | None = None,
+    quant_scale2: Tensor | None = None,
+    quant_offset2: Tensor | None = None,
+    antiquant_scale: Tensor | None = None,
+    antiquant_offset: Tensor | None = None,
+    block_table: Tensor | None = None,
+    kv_padding_size: Tensor | None = None,
+    key_antiquant_scale: Tensor | None = None,
+    key_antiquant_offset: Tensor | None = None,
+    value_antiquant_scale: Tensor | None = None,
+    value_antiquant_offset: Tensor | None = None,
+    key_shared_prefix: Tensor | None = None,
+    value_shared_prefix: Tensor | None = None,
+    actual_shared_prefix_len: int | None = None,
+    dequant_scale_query: Tensor | None = None,
+    num_heads: int = 1,
+    scale_value: float = 1.0,
+    pre_tokens: int = NO_LIMIT,
+    next_tokens: int = NO_LIMIT,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    inner_precise: int = 0,
+    block_size: int = 0,
+    antiquant_mode: int = 0,
+    softmax_lse_flag: bool = False,
+    key_antiquant_mode: int = 0,
+    value_antiquant_mode: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Compute incre_flash_attention under the names of the operator's PyTorch binding: (output, lse).
+
+    key, value: one tensor of all sequences (or blocks), or one for each sequence. antiquant_scale and antiquant_offset
+    have the numbers of keys and of values, [2, ...], in antiquant_mode 0 (tensor or channel) or 1 (token); the
+    arguments for keys and values alone have modes 0 to 5. kv_padding_size: one number. Without softmax_lse_flag, the
+    lse is one zero.
+    """
+    paged, scales = block_table is not None, {}
+    apart = (key_antiquant_scale, key_antiquant_offset), (value_antiquant_scale, value_antiquant_offset)
+    _support(antiquant_offset is None or antiquant_scale is not None, "antiquant_offset", "requires antiquant_scale")
+    for index, (name, mode) in enumerate((("key", key_antiquant_mode), ("value", value_antiquant_mode))):
+        scale, offset = apart[index]
+        if antiquant_scale is not None:
+            _support(scale is None and offset is None, f"{name}_antiquant_scale", "not supported with antiquant_scale")
+            _require(len(antiquant_scale) == 2, "antiquant_scale", "[2, ...], the scales of keys and of values")
+            _support(mode == 0, f"{name}_antiquant_mode", "not supported with antiquant_scale")
+            scale, mode = antiquant_scale[index], antiquant_mode
+            offset = None if antiquant_offset is None else antiquant_offset[index]
+        _support(offset is None or scale is not None, f"{name}_antiquant_offset", f"requires {name}_antiquant_scale")
+        _support(mode in range(len(BY_NUMBER)), f"{name}_antiquant_mode", f"0 to {len(BY_NUMBER) - 1}, not {mode}")
+        by_token = BY_NUMBER[mode].startswith("token")
+        _support(not by_token or (mode >= 4) == paged, f"{name}_antiquant_mode", "4 or 5 with blocks, 1 or 3 without")
+        if scale is not None:
+            kind: Any = "tensor" if mode == 0 and scale.numel() == 1 else BY_NUMBER[mode]
+            scales[f"{name}_antiquant"] = Antiquant(kind, scale, offset)
+    found = incre_flash_attention(
+        query,
+        key[0] if len(key) == 1 else key,
+        value[0] if len(value) == 1 else value,
+        num_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        scale_value=scale_value,
+        input_layout=input_layout,
+        actual_seq_lengths=actual_seq_lengths,
+        atten_mask=atten_mask,
+        sparse_mode=sparse_mode,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        pse_shift=pse_shift,
+        block_table=block_table,
+        block_size=block_size,
+        kv_padding_size=None if kv_padding_size is None else int(kv_padding_size.item()),
+        dequant_scale_query=dequant_scale_query,
+        dequant_scale1=dequant_scale1,
+        quant_scale1=quant_scale1,
+        dequant_scale2=dequant_scale2,
+        quant_scale2=quant_scale2,
+        quant_offset2=quant_offset2,
+        key_shared_prefix=key_shared_prefix,
+        value_shared_prefix=value_shared_prefix,
+        actual_shared_prefix_len=actual_shared_prefix_len,
+        inner_precise=inner_precise,
+        softmax_lse_flag=softmax_lse_flag,
+        **scales,
+    )
+    return found if isinstance(found, tuple) else (found, torch.zeros(1))
+
+
+registered_operator = torch.library.custom_op("penstock::incre_flash_attention", bound_operator, mutates_args=())
+
+
+@registered_operator.register_fake
+def _shapes(query: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """Give the shapes and types of the results, for torch.compile and torch.export."""
+    bound = signature(bound_operator).bind(query, *others, **named)
+    bound.apply_defaults()
+    given = bound.arguments
+    kind = _output_type(query) if given["quant_scale2"] is None else torch.int8
+    shape = [len(query), given["num_heads"], 1, 1] if given["softmax_lse_flag"] else [1]
+    return query.new_empty(query.shape, dtype=kind), query.new_empty(shape, dtype=torch.float32)

@@ -7,7 +7,8 @@ One core has a matrix unit and vector units. The keys of a sequence go through i
     mm2   result = scores x values   matrix unit, or vector units     G x S x D multiply-adds
     vec2  rescale, add               vector units                     G x D elements
 
-Tiles are as long as the blocks allow; the vector units take at most one block at once. No torch.
+Tiles are as long as the blocks allow; the vector units take at most one block at once, and as many rows as the blocks
+for maxima and sums hold. No torch.
 """
 
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ UNIFIED_BUFFER = {  # bytes of each block, as the operator's document lists them
 TILE_UNIT = 128  # the number of keys in a tile is a multiple of this
 MAX_TILE = 8192
 FLOAT_BYTES = 4
+STATISTIC_BYTES = 32  # of a row's maximum or sum, which take a unit of the vector units
 SOFTMAX_OPERATIONS = 8  # per score: scale, mask, maximum, difference, exponential, sum, two roundings
 UPDATE_OPERATIONS = 2  # per element of a result: rescale, add
 MODES = {"C1_V2": (1, 2), "all-vector": (0, 2), "C1_V1": (1, 1)}  # number of matrix and of vector units in use
@@ -100,7 +102,7 @@ def tiles(group: int, head_dim: int, block_bytes: int = UNIFIED_BUFFER["tmpBuff1
             f"block_bytes: {block_bytes} bytes cannot hold a row, which takes {needed}", param="hardware"
         )
     keys = min(max(columns // group // TILE_UNIT, 1) * TILE_UNIT, MAX_TILE)
-    rows = min(columns // max(keys, head_dim), group)
+    rows = min(columns // max(keys, head_dim), UNIFIED_BUFFER["softmaxMaxBuff"] // STATISTIC_BYTES, group)
     return Tiles(keys, rows, -(-group // rows))
 
 

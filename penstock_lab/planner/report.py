@@ -13,6 +13,7 @@ from penstock_lab.planner.fit import Budget, Fit, Fitter
 from penstock_lab.planner.forecast import Forecaster, Load, as_json
 from penstock_lab.planner.machines import THIS_MACHINE, Hardware, OnChip
 from penstock_lab.planner.operator import MODES, UNIFIED_BUFFER, check_buffers, schedule, tiles
+from penstock_lab.planner.operator_tiling import FLOATS, OperatorCall, plan_call
 from penstock_lab.planner.placement import Placement, operation_bytes, plan_placement
 
 PROMPT_LENS, CONTEXT = (128, 1024), 1024  # used for predictions if the user names no lengths
@@ -94,7 +95,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
         result["placement"] = plan_placement(source.model, sizes, question.placement).figures()
         result["fits"] = fit.fits and result["placement"]["fits"]
     if hardware is not None and hardware.on_chip is not None:
-        result["operator"] = operator_figures(hardware.on_chip, source.model, result["max_model_len"] or 1)
+        result["operator"] = operator_figures(hardware.on_chip, source.model, fit.config, _filled(question.load, fit))
     return result
 
 
@@ -111,10 +112,22 @@ def fitter_of(source: Source, budget: Budget) -> Fitter:
     )
 
 
-def operator_figures(chip: OnChip, model: ModelConfig, context: int) -> dict[str, Any]:
-    """Compute tiles, blocks and times of the attention operator on one core."""
+def operator_figures(chip: OnChip, model: ModelConfig, config: EngineConfig, load: Load) -> dict[str, Any]:
+    """Compute tiles, blocks and times of the attention operator on one core, and its tiling for each batch of a load,
+    with every stream at max_model_len tokens. The operator has no float32, so a float32 model has no tiling."""
     group = model.num_attention_heads // model.num_key_value_heads
+    context, dtype = config.scheduler.max_model_len or 1, config.numerics.dtype
+    cache = "int8" if config.cache.kv_cache_dtype == "int8" else dtype
+    calls = {
+        batch: OperatorCall(
+            [context] * batch, model.num_attention_heads, model.num_key_value_heads, model.head_dim,
+            layout="BSND", query=dtype, cache=cache, output=dtype, block_size=config.cache.block_size,
+            per_token=cache == "int8" and config.cache.kv_cache_scales is None,
+        )
+        for batch in (load.batches if dtype in FLOATS else ())
+    }  # fmt: skip
     return {
+        "tilings": [{"batch": batch} | asdict(plan_call(call, chip.cores)) for batch, call in calls.items()],
         "unified_buffer": dict(UNIFIED_BUFFER),
         "unified_buffer_bytes": check_buffers(chip.buffer_bytes),
         "buffer_bytes": chip.buffer_bytes,

@@ -10,16 +10,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 from penstock import InvalidRequestError, NotSupportedError
-from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
+from penstock.kernels.cpu.ops import CpuOps
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, KVScales
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.quantized_kv import quantize_tokens
-from penstock_lab.conventions.incre_flash import Antiquant, incre_flash_attention
+from penstock_lab.conventions.incre_flash import Antiquant, incre_flash_attention, incre_flash_tiling
+from penstock_lab.planner.operator_tiling import Tiling, decode_tiling_key
+from tests.kernels.packed import levels
 
 torch.set_num_threads(1)
 B, N, NKV, S, D = 4, 6, 2, 96, 16
 SCALE = D**-0.5
 LENGTHS = [1, 33, 96, 64]
 NAN, INF = float("nan"), float("inf")
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 EXACT: dict[str, Any] = {"atol": 1e-12, "rtol": 1e-10}
 
 
@@ -35,6 +39,11 @@ def qkv(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 def attend(q: Tensor, k: Any, v: Any, **options: Any) -> Any:
     heads = {"num_heads": N, "num_key_value_heads": NKV, "scale_value": SCALE, "input_layout": "BNSD"}
     return incre_flash_attention(q, k, v, **heads | options)
+
+
+def tiling(q: Tensor, k: Any, v: Any, **options: Any) -> Tiling:
+    heads = {"num_heads": N, "num_key_value_heads": NKV, "scale_value": SCALE, "input_layout": "BNSD"}
+    return incre_flash_tiling(q, k, v, **heads | options)
 
 
 def formula(
@@ -392,7 +401,10 @@ def test_lse_and_band() -> None:
         hidden = at >= lengths
         if pre_tokens is not None:
             hidden = hidden | (at <= lengths - 1 - (pre_tokens + 1))
-        out, lse = attend(q, k, v, actual_seq_lengths=LENGTHS, pre_tokens=pre_tokens, softmax_lse_flag=True)
+        out, lse = attend(
+            q, k, v, actual_seq_lengths=LENGTHS, sparse_mode=4, pre_tokens=pre_tokens, atten_mask=TRIANGLE,
+            softmax_lse_flag=True,
+        )  # fmt: skip
         expected, expected_lse = formula(q, k, v, hidden=hidden)
         torch.testing.assert_close(out, expected, **EXACT)
         assert (lse.dtype, lse.shape) == (torch.float32, (B, N, 1, 1))
@@ -414,33 +426,26 @@ def test_the_largest_batch_and_head(batch: int, head_dim: int, refused: str) -> 
 
 
 @pytest.mark.covers("A19")
-@pytest.mark.parametrize(
-    ("dtype", "block_size", "unit"),
-    [
-        (torch.float16, 16, None), (torch.float16, 512, None), (torch.int8, 32, None), (torch.int8, 480, None),
-        (torch.float16, 8, 16), (torch.float16, 24, 16), (torch.float16, 528, 16), (torch.float16, 0, 16),
-        (torch.int8, 16, 32), (torch.int8, 48, 32), (torch.int8, 496, 32), (torch.int8, 544, 32),
-    ],
-)  # fmt: skip
-def test_block_sizes(dtype: torch.dtype, block_size: int, unit: int | None) -> None:
-    """Guards against a block that the operator's document forbids: multiples of 16 up to 512, of 32 for int8."""
-    tokens = torch.ones(1, NKV, block_size, D, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 16), (torch.bfloat16, 16), (torch.int8, 32)])
+def test_block_sizes(dtype: torch.dtype, unit: int) -> None:
+    """Guards against a block that the operator's document forbids, and one that it allows and we refuse: multiples of
+    16 up to 512, of 32 for int8, each size held against the rule; 128 is advised."""
+    query = draw(1, 1, 1, D, dtype=torch.float16 if dtype == torch.int8 else dtype)
     scales = Antiquant("tensor", torch.ones(1)) if dtype == torch.int8 else None
-    options = {"actual_seq_lengths": [1], "key_antiquant": scales, "value_antiquant": scales}
-
-    def computed() -> Tensor:
-        table = torch.zeros(1, 1, dtype=torch.int32)
-        out = attend(
-            draw(1, N, 1, D, dtype=torch.float16), tokens, tokens, block_table=table, block_size=block_size, **options
-        )
-        return out if isinstance(out, Tensor) else out[0]
-
-    if unit is None:
-        assert torch.equal(computed(), torch.ones(1, N, 1, D).half())
-        return
-    with pytest.raises(InvalidRequestError, match=f"block_size: a multiple of {unit} up to 512") as caught:
-        computed()
-    assert caught.value.param == "block_size"
+    for block_size in range(0, 545, 8):
+        tokens = torch.ones(1, 1, max(block_size, 1), D, dtype=dtype)
+        options: dict[str, Any] = {
+            "num_heads": 1, "num_key_value_heads": 1, "actual_seq_lengths": [1], "block_size": block_size,
+            "block_table": torch.zeros(1, 1, dtype=torch.int32), "key_antiquant": scales, "value_antiquant": scales,
+        }  # fmt: skip
+        if block_size % unit == 0 and 0 < block_size <= 512:
+            assert torch.equal(attend(query, tokens, tokens, **options), torch.ones_like(query))
+            advice = tiling(query, tokens, tokens, num_cores=2, **options).advice
+            assert advice == ("" if block_size == 128 else f"block_size {block_size}: 128 is advised")
+            continue
+        with pytest.raises(InvalidRequestError, match=f"block_size: a multiple of {unit} up to 512") as caught:
+            attend(query, tokens, tokens, **options)
+        assert caught.value.param == "block_size"
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------
@@ -498,7 +503,36 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "keys and values of two types": ("value", {"value": torch.int8}),
     "int8 without scales": ("key_antiquant", {"key": torch.int8, "value": torch.int8}),
     "scales without int8": ("value_antiquant", {"value_antiquant": Antiquant("tensor", torch.ones(1))}),
-    "an integer query": ("query", {"query": torch.int8}),
+    "an integer query beside floats": ("key", {"query": torch.int8}),
+    "an integer query without scales": (
+        "dequant_scale1",
+        {
+            "query": torch.int8, "key": torch.int8, "value": torch.int8,
+            "key_antiquant": Antiquant("tensor", torch.ones(1)), "value_antiquant": Antiquant("tensor", torch.ones(1)),
+        },
+    ),
+    "an integer query with scales of channels": (
+        "key_antiquant",
+        {
+            "query": torch.int8, "key": torch.int8, "value": torch.int8, "dequant_scale_query": torch.ones(B, N),
+            "key_antiquant": Antiquant("channel", torch.ones(NKV, D)),
+            "value_antiquant": Antiquant("tensor", torch.ones(1)),
+        },
+    ),
+    "scales of a float query": ("dequant_scale_query", {"dequant_scale_query": torch.ones(B, N)}),
+    "scores without int8": ("dequant_scale1", {"dequant_scale1": torch.ones(1)}),
+    "another sparse mode": ("sparse_mode", {"sparse_mode": 5, "atten_mask": TRIANGLE}),
+    "a band without its mask": ("atten_mask", {"sparse_mode": 4, "pre_tokens": 3}),
+    "a band that nothing shows": ("pre_tokens", {"pre_tokens": 3}),
+    "tokens after a causal mask": ("next_tokens", {"sparse_mode": 3, "next_tokens": 3, "atten_mask": TRIANGLE}),
+    "a triangle the other way": ("atten_mask", {"sparse_mode": 3, "atten_mask": ~TRIANGLE}),
+    "a whole mask for a triangle": ("atten_mask", {"sparse_mode": 4, "atten_mask": torch.zeros(B, S).bool()}),
+    "a length of no prefix": ("actual_shared_prefix_len", {"actual_shared_prefix_len": 3}),
+    "another backend": ("backend", {"backend": "npu"}),
+    "no cores": ("num_cores", {"num_cores": 0}),
+    "a mask on the native operator": ("atten_mask", {"backend": "native", "atten_mask": torch.zeros(B, S).bool()}),
+    "a bias on the native operator": ("pse_shift", {"backend": "native", "pse_shift": torch.zeros(1, N, 1, S)}),
+    "a split on the native operator": ("num_cores", {"backend": "native", "num_cores": 64}),
     "an unknown layout": ("input_layout", {"input_layout": "SBH"}),
     "another precision": ("inner_precise", {"inner_precise": 2}),
     "heads that do not divide": ("num_key_value_heads", {"num_key_value_heads": 4}),
@@ -512,7 +546,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "a shorter bias": ("pse_shift", {"pse_shift": torch.zeros(B, N, 1, S - 1)}),
     "a bias of one slot": ("pse_shift", {"pse_shift": torch.zeros(1, N, 1, 1)}),
     "a bias without an axis": ("pse_shift", {"pse_shift": torch.zeros(N, 1, S)}),
-    "a negative band": ("pre_tokens", {"pre_tokens": -1}),
+    "an empty band": (
+        "pre_tokens", {"sparse_mode": 4, "pre_tokens": -2, "next_tokens": 1, "atten_mask": TRIANGLE}
+    ),
     "scales of groups": (
         "key_antiquant",
         {
@@ -673,3 +709,290 @@ def test_a_shared_prefix_is_not_copied() -> None:
         attend(q, own, own, num_heads=1, num_key_value_heads=1, key_shared_prefix=prefix, value_shared_prefix=prefix)
     assert watched.elements < many * size * D // 4
     assert watched.elements >= many * size  # the scores, at least: it does look
+
+
+# --- bands, splits, integers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.covers("A29")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # in torch, and on the native operator if it is there
+def test_sparse_modes(dtype: torch.dtype) -> None:
+    """Guards against a band that is counted from the other end, or an edge that is one off: every mode against its
+    table in the document, with negative edges and edges beyond the sequence. What is out of sight may be anything."""
+    at, lengths = torch.arange(S)[None], torch.tensor(LENGTHS)[:, None]
+    mask = torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.3
+    cases: list[tuple[dict[str, Any], Tensor]] = [
+        ({"sparse_mode": 0}, at < lengths),
+        ({"sparse_mode": 0, "atten_mask": mask}, ~mask),
+        ({"sparse_mode": 0, "atten_mask": mask, "pre_tokens": -3, "next_tokens": 20}, ~mask & (at >= 3) & (at <= 20)),
+        ({"sparse_mode": 1, "atten_mask": mask}, ~mask),
+        ({"sparse_mode": 2, "atten_mask": TRIANGLE}, at == 0),
+        ({"sparse_mode": 3, "atten_mask": TRIANGLE, "pre_tokens": 2**31 - 1}, at < lengths),
+    ]
+    for pre, following in itertools.product((None, 0, 5, 40, 200, -2), (None, 0, 3, -1, -5, -300)):
+        if pre is None or following is None or pre + following >= 0:
+            last = lengths - 1
+            seen = (at >= last - (S if pre is None else pre)) & (at <= last + (S if following is None else following))
+            band = {"sparse_mode": 4, "pre_tokens": pre, "next_tokens": following, "atten_mask": TRIANGLE}
+            cases.append((band, seen))
+    q, k, v = qkv(dtype)
+    for options, seen in cases:
+        hidden = ~seen | behind(LENGTHS)
+        key, value = (x.masked_fill(hidden[:, None, :, None], NAN) for x in (k, v))
+        out, lse = attend(q, key, value, actual_seq_lengths=LENGTHS, softmax_lse_flag=True, **options)
+        expected, expected_lse = formula(q, k, v, hidden=hidden)
+        tolerance = EXACT if dtype == torch.float64 else {"atol": 3e-6, "rtol": 1e-5}
+        torch.testing.assert_close(out.double(), expected, **tolerance, msg=lambda text, o=options: f"{o}: {text}")
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.covers("A9", "A10")
+def test_the_result_does_not_depend_on_the_number_of_splits() -> None:
+    """Guards against a split that is lost, counted twice, or combined without its lse: sequences cut for 1 to 200
+    cores by the document's rule, with short ones that have fewer parts, a mask, a bias, and int8."""
+    q, k, v = qkv()
+    lengths = [1, 0, 96, 64]
+    pse, mask = draw(1, N, 1, S, seed=7), torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.2
+    mask[2, :40] = True  # whole parts in which nothing is seen
+    options: dict[str, Any] = {"actual_seq_lengths": lengths, "pse_shift": pse, "atten_mask": mask}
+    options["softmax_lse_flag"] = True
+    expected, expected_lse = formula(q, k, v, hidden=behind(lengths) | mask, pse=pse)
+    counts = set()
+    for cores in (1, 20, 21, 40, 200):
+        counts.add(tiling(*qkv(torch.float16), num_cores=cores, actual_seq_lengths=lengths).splits)
+        out, lse = attend(q, k, v, num_cores=cores, **options)
+        torch.testing.assert_close(out, expected, **EXACT)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-6)
+    assert counts == {1, 2, 5, 25}  # 8 pairs: split below 0.4 * cores
+    assert torch.equal(attend(q, k, v, num_cores=20, **options)[0], attend(q, k, v, **options)[0])
+    for mode in MODES:
+        (k8, of_keys, whole_k), (v8, of_values, whole_v) = (integers(mode, True, seed=seed) for seed in (5, 6))
+        query = qkv(torch.float32)[0]
+        out = attend(query, k8, v8, key_antiquant=of_keys, value_antiquant=of_values, num_cores=40,
+                     actual_seq_lengths=lengths)  # fmt: skip
+        found = formula(query, whole_k, whole_v, hidden=behind(lengths))[0]
+        torch.testing.assert_close(out.double(), found, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.covers("A29", "A17")
+@pytest.mark.parametrize("layout", ["BNSD", "BSH", "BSND"])
+@pytest.mark.parametrize("mode", ["tensor", "channel", "token", "head", "token_head"])
+def test_int4_keys_and_values(layout: str, mode: Any) -> None:
+    """Guards against the order of the eight numbers in an int32, a sign that is lost, and scales of another head or
+    token: int4 is int8 with the same numbers, bit for bit, and close to what the numbers stand for; paged, too."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = [torch.randint(-8, 8, (B, NKV, S, D), generator=generator, dtype=torch.int8) for _ in range(2)]
+    shape = {"tensor": (1,), "channel": (NKV, D), "head": (NKV,), "token": (B, S), "token_head": (B, NKV, S)}[mode]
+    wide = {"tensor": (1, 1, 1, 1), "channel": (1, NKV, 1, D), "head": (1, NKV, 1, 1), "token": (B, 1, S, 1),
+            "token_head": (B, NKV, S, 1)}[mode]  # fmt: skip
+    scales = [Antiquant(mode, 0.1 + torch.rand(shape, generator=generator), torch.randn(shape)) for _ in range(2)]
+    whole = [
+        (x.double() + of.offset.double().view(wide)) * of.scale.double().view(wide)  # type: ignore[union-attr]
+        for x, of in zip(numbers, scales, strict=True)
+    ]
+    weights = 16 ** torch.arange(8, dtype=torch.int64)
+    packed = [((x.long() & 15).unflatten(3, (-1, 8)) * weights).sum(-1) for x in numbers]
+    packed = [torch.where(x >= 2**31, x - 2**32, x).int() for x in packed]
+    q = qkv(torch.float16)[0]
+    options: dict[str, Any] = {"key_antiquant": scales[0], "value_antiquant": scales[1], "input_layout": layout}
+    options["actual_seq_lengths"] = LENGTHS
+    query, plain, small = lay_out(q, layout), *([lay_out(x, layout) for x in xs] for xs in (numbers, packed))
+    out = attend(query, *small, **options)
+    assert torch.equal(out, attend(query, *plain, **options))
+    expected = lay_out(formula(q, *whole, hidden=behind(LENGTHS))[0], layout)
+    torch.testing.assert_close(out.double(), expected, atol=2e-3, rtol=2e-3)
+    if mode in ("tensor", "channel", "head") and layout == "BSH":
+        table = shuffled_table(32)
+        paged = [into_blocks(x, 32, table, 7) for x in small]
+        assert torch.equal(attend(query, *paged, block_table=table, block_size=32, **options), out)
+
+
+@pytest.mark.covers("A29")
+def test_an_int8_query() -> None:
+    """Guards against a scale of the query that reaches another row or head, a product that is not exact, and a bias
+    that is scaled with the product: the scales of rows, and the three numbers, against float64."""
+    generator = torch.Generator().manual_seed(3)
+    q8 = torch.randint(-128, 128, (B, N, 1, D), generator=generator, dtype=torch.int8)
+    k8, v8 = (torch.randint(-128, 128, (B, NKV, S, D), generator=generator, dtype=torch.int8) for _ in range(2))
+    rows = 0.001 + 0.01 * torch.rand(B, N, generator=generator)
+    of_k, of_v = Antiquant("tensor", torch.tensor([0.02])), Antiquant("tensor", torch.tensor([0.01]))
+    pse = draw(1, N, 1, S, seed=7)
+    q, k, v = q8 * rows.double()[..., None, None], k8 * 0.02, v8 * 0.01
+    options: dict[str, Any] = {"actual_seq_lengths": LENGTHS, "softmax_lse_flag": True}
+    for bias in (None, pse):
+        found, lse = attend(q8, k8, v8, dequant_scale_query=rows, key_antiquant=of_k, value_antiquant=of_v,
+                            pse_shift=bias, **options)  # fmt: skip
+        expected, expected_lse = formula(q, k, v, hidden=behind(LENGTHS), pse=bias)
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=2e-3)
+        torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+    three = {"dequant_scale1": torch.tensor([1e-4]), "quant_scale1": torch.tensor([127.0])}
+    found, lse = attend(q8, k8, v8, dequant_scale2=torch.tensor([0.01 / 127]), **three, **options)
+    expected, expected_lse = formula(q8 * 1e-4, k8.double(), v, hidden=behind(LENGTHS))
+    torch.testing.assert_close(found.double(), expected, atol=0.01, rtol=0.01)  # probabilities have 7 bits
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+# --- the engine's operator -------------------------------------------------------------------------------------------
+
+
+def decoded(compute: torch.dtype, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **options: Any) -> Any:
+    """What the engine computes for the last token of each sequence: a prompt in one step, in shuffled blocks of 32,
+    then one step of decoding. options: of CacheSpec, and the sliding window. -> rows [B, N, D], lse [B, N]."""
+    window = options.pop("window", None)
+    ops, table = CpuOps(compute, threads=2), shuffled_table(32)[:, :-1]
+    cache = ops.new_kv_cache(CacheSpec(B * S // 32 + 1, 32, NKV, D, **{"dtype": compute} | options))
+    out, lse = torch.zeros(B, N, D), torch.full((B, N), -INF)
+    for last in (False, True):
+        rows = [b for b in range(B) if lengths[b] > (0 if last else 1)]
+        spans = [slice(lengths[b] - 1, lengths[b]) if last else slice(0, lengths[b] - 1) for b in rows]
+        new = [torch.cat([x[b, :, s].transpose(0, 1) for b, s in zip(rows, spans, strict=True)]).to(compute)
+               for x in (k, v)]  # fmt: skip
+        counts = [s.stop - s.start for s in spans]
+        slots = [int(table[b, i // 32]) * 32 + i % 32 for b, s in zip(rows, spans, strict=True)
+                 for i in range(s.start, s.stop)]  # fmt: skip
+        meta = AttentionMetadata(
+            torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+            torch.tensor([s.stop for s in spans], dtype=torch.int32),
+            table[rows].contiguous(), torch.tensor(slots), 32, window,
+        )  # fmt: skip
+        queries = torch.cat([q[b, :, 0].expand(n, -1, -1) for b, n in zip(rows, counts, strict=True)]).to(compute)
+        sums = torch.empty(len(slots), N)
+        found = ops.attend(queries.contiguous(), new[0].contiguous(), new[1].contiguous(), cache, meta,
+                           AttentionParams(SCALE), lse=sums)  # fmt: skip
+    out[rows], lse[rows] = found.view(-1, N, D).float(), sums
+    return out, lse
+
+
+@pytest.mark.skipif(not levels(), reason="no native library")
+@pytest.mark.covers("A1", "A14", "A19", "A29")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "bfloat16 fast", "int8", "int8 fast"])
+def test_it_is_the_engines_operator_bit_for_bit(kind: str) -> None:
+    """Guards against a convention that has drifted from what the engine computes: the last token of each sequence,
+    decoded by the engine through its own paged cache, has the bits of the convention over padding, blocks, lists and
+    layouts, alone or as `auto`, with window and lse."""
+    lengths, fast = [1, 33, 96, 0], kind.endswith("fast")
+    dtype = {"int8": torch.float32, "int8 fast": torch.float32}.get(kind) or getattr(torch, kind.split()[0])
+    compute = torch.bfloat16 if kind == "bfloat16 fast" else torch.float32
+    q, k, v = qkv(dtype)
+    spec: dict[str, Any] = {}
+    options: dict[str, Any] = {"inner_precise": int(fast), "softmax_lse_flag": True}
+    key, value = k, v
+    if kind.startswith("int8"):
+        (key, of_k, k), (value, of_v, v) = integers("channel", True, seed=5), integers("channel", False, seed=6)
+        key, value = (x.clamp(min=-127) for x in (key, value))
+        options |= {"key_antiquant": of_k, "value_antiquant": of_v}
+        zeros = torch.zeros(NKV, D)
+        spec = {"dtype": torch.int8, "slices": 2 if fast else 3,
+                "scales": KVScales(of_k.scale, of_k.offset, of_v.scale, zeros)}  # fmt: skip
+        k, v = (of.scale.view(1, NKV, 1, D) * (x.float() + (0 if of.offset is None else of.offset.view(1, NKV, 1, D)))
+                for x, of in ((key, of_k), (value, of_v)))  # fmt: skip
+    for window in (None, 20):
+        expected, expected_lse = decoded(compute, q, k, v, lengths, **spec, window=window)
+        band = {} if window is None else {"sparse_mode": 4, "pre_tokens": window - 1, "atten_mask": TRIANGLE}
+        for backend in ("native", "auto"):
+            out, lse = attend(q, key, value, actual_seq_lengths=lengths, backend=backend, **band, **options)
+            assert torch.equal(out[:, :, 0], expected.to(dtype))
+            assert torch.equal(lse[..., 0, 0], expected_lse)
+        table = shuffled_table(32)
+        blocks = [lay_out(into_blocks(x.transpose(1, 2), 32, table, 7).transpose(1, 2), "BSH") for x in (key, value)]
+        paged = attend(lay_out(q, "BSH"), *blocks, input_layout="BSH", block_table=table, block_size=32,
+                       actual_seq_lengths=lengths, **band, **options)  # fmt: skip
+        assert torch.equal(paged[0].view_as(out), out)
+        padded = [torch.cat([torch.stack([x[b].roll(S - n, dims=1) for b, n in enumerate(lengths)]), x[:, :, :9]], 2)
+                  for x in (key, value)]  # fmt: skip
+        right = attend(q, *padded, actual_seq_lengths=lengths, kv_padding_size=9, **band, **options)
+        assert torch.equal(right[0], out)
+
+
+@pytest.mark.skipif(not levels(), reason="no native library")
+@pytest.mark.covers("A23")
+@pytest.mark.parametrize("size", [5, 16, 50])
+def test_a_shared_prefix_on_the_engines_operator(size: int) -> None:
+    """Guards against a prefix whose last block is another sequence's, and one that a sequence of no tokens does not
+    see: bit for bit what repeating it gives."""
+    q, k, v = qkv(torch.float32)
+    lengths = [1, 33, 0, 64]
+    prefix = [draw(1, NKV, size + 3, D, seed=seed, dtype=torch.float32) for seed in (11, 12)]
+    whole = [torch.cat([p[:, :, :size].expand(B, -1, -1, -1), x], dim=2) for p, x in zip(prefix, (k, v), strict=True)]
+    options: dict[str, Any] = {"softmax_lse_flag": True, "backend": "native"}
+    repeated = attend(q, *whole, actual_seq_lengths=[size + n for n in lengths], **options)
+    shared = attend(q, k, v, actual_seq_lengths=lengths, key_shared_prefix=prefix[0], value_shared_prefix=prefix[1],
+                    actual_shared_prefix_len=size, **options)  # fmt: skip
+    assert torch.equal(shared[0], repeated[0])
+    assert torch.equal(shared[1], repeated[1])
+
+
+@pytest.mark.covers("A24", "A29")
+def test_the_registered_operator() -> None:
+    """Guards against an argument of the operator's binding that does not arrive, or arrives as another one; and against
+    shapes that torch.compile would be told wrongly."""
+    operator = torch.ops.penstock.incre_flash_attention
+    q, k, v = qkv(torch.float16)
+    same = {"num_heads": N, "num_key_value_heads": NKV, "scale_value": SCALE, "input_layout": "BNSD"}
+    same |= {"actual_seq_lengths": LENGTHS}
+    out, lse = operator(q, [k], [v], **same, softmax_lse_flag=True, sparse_mode=4, pre_tokens=9, atten_mask=TRIANGLE)
+    expected = attend(q, k, v, actual_seq_lengths=LENGTHS, softmax_lse_flag=True, sparse_mode=4, pre_tokens=9,
+                      atten_mask=TRIANGLE)  # fmt: skip
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    lists = [[x[b : b + 1, :, :n] for b, n in enumerate(LENGTHS)] for x in (k, v)]
+    plain = attend(q, k, v, actual_seq_lengths=LENGTHS)
+    assert torch.equal(operator(q, *lists, **same)[0], plain)
+    padding = attend(q, k, v, actual_seq_lengths=[1, 33, 80, 64], kv_padding_size=7)
+    given = same | {"actual_seq_lengths": [1, 33, 80, 64], "kv_padding_size": torch.tensor([7])}
+    assert torch.equal(operator(q, [k], [v], **given)[0], padding)
+    assert operator(q, [k], [v], **same)[1].tolist() == [0.0]
+
+    for numbers, mode in ((0, "tensor"), (0, "channel"), (1, "token")):
+        (k8, of_k, _), (v8, of_v, _) = integers(mode, True, seed=5), integers(mode, True, seed=6)
+        assert of_k.offset is not None
+        assert of_v.offset is not None
+        scales, offsets = torch.stack([of_k.scale, of_v.scale]), torch.stack([of_k.offset, of_v.offset])
+        expected = attend(q, k8, v8, actual_seq_lengths=LENGTHS, key_antiquant=of_k, value_antiquant=of_v)
+        together = {"antiquant_scale": scales, "antiquant_offset": offsets, "antiquant_mode": numbers}
+        apart = {
+            "key_antiquant_scale": of_k.scale, "key_antiquant_offset": of_k.offset, "key_antiquant_mode": numbers,
+            "value_antiquant_scale": of_v.scale, "value_antiquant_offset": of_v.offset, "value_antiquant_mode": numbers,
+        }  # fmt: skip
+        for arguments in (together, apart):
+            assert torch.equal(operator(q, [k8], [v8], **same, **arguments)[0], expected)
+    post = {"quant_scale2": torch.full((1,), 30.0), "quant_offset2": torch.full((1,), 3.0)}
+    assert torch.equal(operator(q, [k], [v], **same, **post)[0], attend(q, k, v, actual_seq_lengths=LENGTHS, **post))
+    with pytest.raises(InvalidRequestError, match="value_antiquant_mode: 0 to 5, not 6"):
+        operator(q, [k], [v], **same, value_antiquant_mode=6)
+    with pytest.raises(InvalidRequestError, match="key_antiquant_mode: 4 or 5 with blocks"):
+        operator(q, [k], [v], **same, key_antiquant_mode=4, key_antiquant_scale=torch.ones(B, S))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (q, [k], [v]), same | {"softmax_lse_flag": True}, test_utils=tests)
+    torch.library.opcheck(operator, (q, [k], [v]), same | post, test_utils=tests)
+
+
+@pytest.mark.covers("A24", "A25", "A28")
+def test_the_tiling_of_a_call() -> None:
+    """Guards against a first stage that is told another call than the second: each parameter of the key from the
+    tensors themselves."""
+    q, k, v = qkv(torch.bfloat16)
+    heads = {"layout": "BNSD", "query": "bfloat16", "cache": "bfloat16", "output": "bfloat16", "split": False,
+             "paged": False, "per_token": False, "perf_mode": "C1_V2", "prefix": False}  # fmt: skip
+    k8, of_k, _ = integers("token", True, seed=5)
+    prefix = {"key_shared_prefix": k[:1], "value_shared_prefix": v[:1]}
+    table = {"block_table": torch.arange(B)[:, None], "block_size": S, "actual_seq_lengths": LENGTHS}
+    scales = {"key_antiquant": of_k, "value_antiquant": of_k}
+    cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        ((q, k, v), {}, {}),
+        ((q, k, v), {"num_cores": 21}, {"split": True}),
+        ((q, k, v), {"num_cores": 21, "split_below": 0.1}, {}),
+        ((q, k, v), prefix, {"prefix": True}),
+        ((q, k, v), table, {"paged": True}),
+        ((q, k8, k8), scales, {"cache": "int8", "per_token": True}),
+        ((q, k, v), {"quant_scale2": torch.ones(1)}, {"output": "int8"}),
+        ((q, k, v), {"perf_mode": "C1_V1"}, {"perf_mode": "C1_V1"}),
+        (qkv(torch.float16), {}, {"query": "float16", "cache": "float16", "output": "float16"}),
+    ]
+    for tensors, options, differs in cases:
+        found = tiling(*tensors, **{"num_cores": 2} | options)
+        assert decode_tiling_key(found.key) == heads | differs
+    assert tiling(q, k, v, num_cores=21).workspace["accumOutGm"] == B * NKV * (N // NKV) * 2 * D * 4
+    with pytest.raises(InvalidRequestError, match="query: 'float64'"):
+        tiling(*qkv(), num_cores=2)

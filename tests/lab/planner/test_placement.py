@@ -187,7 +187,9 @@ def test_tiles_stay_within_their_block(group: int, head_dim: int, block: int) ->
         assert block < FLOAT_BYTES * max(128, head_dim)
         return
     columns = block // FLOAT_BYTES // max(found.keys, head_dim)  # rows that fit: "ub / columns" of the document
-    assert found.rows == min(group, columns) >= 1
+    # A row has 32 bytes in each block of maxima and sums, which are 2 KiB: 64 rows, as many as a group may have.
+    assert found.rows == min(group, columns, 64) >= 1
+    assert found.rows * 32 <= UNIFIED_BUFFER["softmaxMaxBuff"] == UNIFIED_BUFFER["softmaxSumBuff"]
     assert found.rows * found.keys * FLOAT_BYTES <= block
     assert found.rows * head_dim * FLOAT_BYTES <= block
     assert (found.portions - 1) * found.rows < group <= found.portions * found.rows
