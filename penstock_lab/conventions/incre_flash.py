@@ -15,8 +15,8 @@ error that names the argument, and so is an argument that would have no effect.
 Letters: B sequences, N query heads, Nkv kv heads, D head dim, S slots per sequence (paged: blocks * block_size).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any, Literal
 
@@ -545,55 +545,35 @@ def bound_operator(
     arguments for keys and values alone have modes 0 to 5. kv_padding_size: one number. Without softmax_lse_flag, the
     lse is one zero.
     """
-    paged, scales = block_table is not None, {}
-    apart = (key_antiquant_scale, key_antiquant_offset), (value_antiquant_scale, value_antiquant_offset)
-    _support(antiquant_offset is None or antiquant_scale is not None, "antiquant_offset", "requires antiquant_scale")
-    for index, (name, mode) in enumerate((("key", key_antiquant_mode), ("value", value_antiquant_mode))):
-        scale, offset = apart[index]
-        if antiquant_scale is not None:
-            _support(scale is None and offset is None, f"{name}_antiquant_scale", "not supported with antiquant_scale")
-            _require(len(antiquant_scale) == 2, "antiquant_scale", "[2, ...], the scales of keys and of values")
-            _support(mode == 0, f"{name}_antiquant_mode", "not supported with antiquant_scale")
-            scale, mode = antiquant_scale[index], antiquant_mode
-            offset = None if antiquant_offset is None else antiquant_offset[index]
-        _support(offset is None or scale is not None, f"{name}_antiquant_offset", f"requires {name}_antiquant_scale")
-        _support(mode in range(len(BY_NUMBER)), f"{name}_antiquant_mode", f"0 to {len(BY_NUMBER) - 1}, not {mode}")
-        by_token = BY_NUMBER[mode].startswith("token")
-        _support(not by_token or (mode >= 4) == paged, f"{name}_antiquant_mode", "4 or 5 with blocks, 1 or 3 without")
-        if scale is not None:
-            kind: Any = "tensor" if mode == 0 and scale.numel() == 1 else BY_NUMBER[mode]
-            scales[f"{name}_antiquant"] = Antiquant(kind, scale, offset)
-    found = incre_flash_attention(
-        query,
-        key[0] if len(key) == 1 else key,
-        value[0] if len(value) == 1 else value,
-        num_heads=num_heads,
-        num_key_value_heads=num_key_value_heads,
-        scale_value=scale_value,
-        input_layout=input_layout,
-        actual_seq_lengths=actual_seq_lengths,
-        atten_mask=atten_mask,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        pse_shift=pse_shift,
-        block_table=block_table,
-        block_size=block_size,
-        kv_padding_size=None if kv_padding_size is None else int(kv_padding_size.item()),
-        dequant_scale_query=dequant_scale_query,
-        dequant_scale1=dequant_scale1,
-        quant_scale1=quant_scale1,
-        dequant_scale2=dequant_scale2,
-        quant_scale2=quant_scale2,
-        quant_offset2=quant_offset2,
-        key_shared_prefix=key_shared_prefix,
-        value_shared_prefix=value_shared_prefix,
-        actual_shared_prefix_len=actual_shared_prefix_len,
-        inner_precise=inner_precise,
-        softmax_lse_flag=softmax_lse_flag,
-        **scales,
-    )
+    given = dict(locals())
+    arguments = {item.name: given[item.name] for item in fields(Arguments) if item.name in given}
+    if kv_padding_size is not None:
+        arguments["kv_padding_size"] = int(kv_padding_size.item())
+    arguments |= {f"{name}_antiquant": _antiquant_of(name, index, given) for index, name in enumerate(("key", "value"))}
+    keys, values = (x[0] if len(x) == 1 else x for x in (key, value))
+    found = incre_flash_attention(query, keys, values, **arguments)
     return found if isinstance(found, tuple) else (found, torch.zeros(1))
+
+
+def _antiquant_of(name: str, index: int, given: Mapping[str, Any]) -> Antiquant | None:
+    """Read the scales and offsets of keys (index 0) or values (1) from the arguments of the registered operator."""
+    together, offsets, paged = given["antiquant_scale"], given["antiquant_offset"], given["block_table"] is not None
+    scale, offset, mode = (given[f"{name}_antiquant_{item}"] for item in ("scale", "offset", "mode"))
+    _support(offsets is None or together is not None, "antiquant_offset", "requires antiquant_scale")
+    if together is not None:
+        alone = scale is None and offset is None and mode == 0
+        _support(alone, f"{name}_antiquant_scale", "neither this nor its offset and mode beside antiquant_scale")
+        _require(len(together) == 2, "antiquant_scale", "[2, ...], the scales of keys and of values")
+        mode, scale = given["antiquant_mode"], together[index]
+        offset = None if offsets is None else offsets[index]
+    _support(offset is None or scale is not None, f"{name}_antiquant_offset", f"requires {name}_antiquant_scale")
+    _support(mode in range(len(BY_NUMBER)), f"{name}_antiquant_mode", f"0 to {len(BY_NUMBER) - 1}, not {mode}")
+    kind: Any = BY_NUMBER[mode]
+    fits = not kind.startswith("token") or (mode >= 4) == paged
+    _support(fits, f"{name}_antiquant_mode", "4 or 5 for scales of tokens with blocks, 1 or 3 without")
+    if scale is None:
+        return None
+    return Antiquant("tensor" if mode == 0 and scale.numel() == 1 else kind, scale, offset)
 
 
 registered_operator = torch.library.custom_op("penstock::incre_flash_attention", bound_operator, mutates_args=())

@@ -351,9 +351,9 @@ def attend_native(work: Work, *, fast: bool) -> tuple[Tensor, Tensor]:
     if not alive:
         return out, lse
     with _native:
-        ops = _native_ops(dtype)
+        ops = native_ops(dtype)
         cache = ops.new_kv_cache(spec)
-        ops.store_kv(cache, *tokens, torch.cat(places))
+        ops.store_kv(cache, tokens[0], tokens[1], torch.cat(places))
         new_k, new_v = (torch.cat(items).to(dtype).contiguous() for items in newest)
         log_sums = torch.empty(len(alive), shape[1])
         q, params = work.q[alive].to(dtype).contiguous(), AttentionParams(work.scoring.scale)
@@ -363,5 +363,6 @@ def attend_native(work: Work, *, fast: bool) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=2)
-def _native_ops(dtype: torch.dtype) -> CpuOps:
+def native_ops(dtype: torch.dtype) -> CpuOps:
+    """Make the native kernels that calls computed in this type share, with a thread for each CPU."""
     return CpuOps(dtype, threads=len(os.sched_getaffinity(0)))

@@ -220,7 +220,7 @@ def encode_tiling_key(
             raise NotSupportedError(text, param=name)
     bits = SPLIT * split + PAGED * paged + PER_TOKEN * per_token
     digits = LAYOUTS[layout], TYPES[query], TYPES[cache], TYPES[output], TYPES[query], bits
-    low = sum(digit * 10**place for place, digit in enumerate(digits))
+    low: int = sum(digit * 10**place for place, digit in enumerate(digits))
     return low + list(MODES).index(perf_mode) * PERF_UNIT + (2 if prefix else 1) * PREFIX_UNIT
 
 

@@ -121,7 +121,7 @@ def operator_figures(chip: OnChip, model: ModelConfig, config: EngineConfig, loa
     calls = {
         batch: OperatorCall(
             [context] * batch, model.num_attention_heads, model.num_key_value_heads, model.head_dim,
-            layout="BSND", query=dtype, cache=cache, output=dtype, block_size=config.cache.block_size,
+            layout="BSND", query=dtype, cache=cache, output=dtype, block_size=config.cache.block_size or 0,
             per_token=cache == "int8" and config.cache.kv_cache_scales is None,
         )
         for batch in (load.batches if dtype in FLOATS else ())

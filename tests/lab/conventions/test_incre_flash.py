@@ -15,6 +15,7 @@ from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheS
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.quantized_kv import quantize_tokens
 from penstock_lab.conventions.incre_flash import Antiquant, incre_flash_attention, incre_flash_tiling
+from penstock_lab.conventions.incre_flash_arithmetic import native_ops
 from penstock_lab.planner.operator_tiling import Tiling, decode_tiling_key
 from tests.kernels.packed import levels
 
@@ -891,7 +892,10 @@ def test_it_is_the_engines_operator_bit_for_bit(kind: str) -> None:
         expected, expected_lse = decoded(compute, q, k, v, lengths, **spec, window=window)
         band = {} if window is None else {"sparse_mode": 4, "pre_tokens": window - 1, "atten_mask": TRIANGLE}
         for backend in ("native", "auto"):
+            plans = native_ops(compute).plan_counts
+            before = plans.total()
             out, lse = attend(q, key, value, actual_seq_lengths=lengths, backend=backend, **band, **options)
+            assert plans.total() == before + 1  # computed by these kernels, in this type
             assert torch.equal(out[:, :, 0], expected.to(dtype))
             assert torch.equal(lse[..., 0, 0], expected_lse)
         table = shuffled_table(32)
@@ -961,7 +965,7 @@ def test_the_registered_operator() -> None:
     assert torch.equal(operator(q, [k], [v], **same, **post)[0], attend(q, k, v, actual_seq_lengths=LENGTHS, **post))
     with pytest.raises(InvalidRequestError, match="value_antiquant_mode: 0 to 5, not 6"):
         operator(q, [k], [v], **same, value_antiquant_mode=6)
-    with pytest.raises(InvalidRequestError, match="key_antiquant_mode: 4 or 5 with blocks"):
+    with pytest.raises(InvalidRequestError, match="key_antiquant_mode: 4 or 5 for scales of tokens"):
         operator(q, [k], [v], **same, key_antiquant_mode=4, key_antiquant_scale=torch.ones(B, S))
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(operator, (q, [k], [v]), same | {"softmax_lse_flag": True}, test_utils=tests)
