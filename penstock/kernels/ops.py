@@ -136,6 +136,7 @@ class Ops(Protocol):
     name: str
     dtype: Dtype
     device: Any  # "cpu", or a torch.device
+    fixed_rows: int  # rows of a result that are always at the same address; no program has more
     is_planned: bool  # whether all memory that it takes is known before it is allocated (assembly/memory.py)
 
     def tensor(self, array: Array) -> Tensor:
@@ -467,9 +468,15 @@ class RecordingOps(Ops, Protocol):
         """
 
     def record(
-        self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata], *, torch_too: bool = False
+        self,
+        forward: Callable[[Sequence[AttentionMetadata]], Tensor],
+        attention: Sequence[AttentionMetadata],
+        *,
+        torch_too: bool = False,
     ) -> tuple[Tensor, Program | None]:
         """Run a forward pass with this metadata, and return its result and its program.
+
+        The program may call `forward` again, with the metadata of another step.
 
         The program is None if the pass did anything besides calling operations of this backend. torch_too: it may also
         call torch's functions, which are the same in every pass over as many tokens, and on memory that stays.

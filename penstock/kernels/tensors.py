@@ -40,7 +40,7 @@ NAMES = {str(dtype): dtype for dtype in (FLOAT32, BFLOAT16, FLOAT16, INT8, INT16
 
 ALIGNMENT = 64  # bytes, for the memory that `empty` returns
 OWN_PAGES = 2**18  # bytes; arrays at least this large get pages of their own; far smaller than a huge page
-FIXED_ROWS = 64  # maximum number of rows that are always at the same address
+FIXED_ROWS = 64  # maximum number of rows that are always at the same address, on the CPU
 LOGITS_ROWS = 128  # prompt positions whose logits exist at once: 64 MiB for a vocabulary of 128k
 
 Allocate = Callable[[tuple[int, ...], str], Tensor]  # shape and name of a type -> memory, like Ops.empty
@@ -168,16 +168,16 @@ def rounded(array: Array, dtype: Dtype) -> Array:
 
 
 class Slot:
-    """A buffer [rows, *columns] for results of one kind, passed as `out=`: fixed memory for up to FIXED_ROWS rows, and
+    """A buffer [rows, *columns] for results of one kind, passed as `out=`: fixed memory for up to `fixed` rows, and
     memory that grows for more."""
 
-    def __init__(self, columns: tuple[int, ...], dtype: str, allocate: Allocate) -> None:
+    def __init__(self, columns: tuple[int, ...], dtype: str, allocate: Allocate, fixed: int) -> None:
         self.columns = columns
         self._name = dtype
         self._allocate = allocate
-        self._few = allocate((FIXED_ROWS, *columns), dtype)
+        self._few = allocate((fixed, *columns), dtype)
         self._many = self._few
-        self._rows = FIXED_ROWS
+        self._rows = self._fixed = fixed
         self._last = self._few
 
     @property
@@ -186,14 +186,14 @@ class Slot:
 
     @property
     def row_bytes(self) -> int:
-        return int(self._few.nbytes) // FIXED_ROWS
+        return int(self._few.nbytes) // self._fixed
 
     def __call__(self, rows: int) -> Tensor:
         """View the first `rows` rows. Tensors returned earlier share the memory unless the slot has grown since."""
         if rows != self._rows:
             if rows > self._many.shape[0]:
                 self._many = self._allocate((rows, *self.columns), self._name)
-            self._last = (self._few if rows <= FIXED_ROWS else self._many)[:rows]
+            self._last = (self._few if rows <= self._fixed else self._many)[:rows]
             self._rows = rows
         return self._last
 
@@ -201,15 +201,15 @@ class Slot:
 class Arena:
     """Slots by name, one arena per model. Its users must not need two results of one slot at the same time."""
 
-    def __init__(self, allocate: Allocate) -> None:
-        self._allocate = allocate
+    def __init__(self, allocate: Allocate, fixed: int = FIXED_ROWS) -> None:
+        self._allocate, self._fixed = allocate, fixed
         self._slots: dict[tuple[str, tuple[int, ...], str], Slot] = {}
 
     def slot(self, name: str, columns: tuple[int, ...], dtype: str) -> Slot:
         """Get or make the slot with this name, for results with these columns and of the type that `dtype` names."""
         key = name, columns, dtype
         if key not in self._slots:
-            self._slots[key] = Slot(columns, dtype, self._allocate)
+            self._slots[key] = Slot(columns, dtype, self._allocate, self._fixed)
         return self._slots[key]
 
     @property

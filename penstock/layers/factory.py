@@ -79,7 +79,9 @@ class LayerFactory:
         slices: int = 2,
     ) -> Self:
         """Make a factory for the backend's one device, with a new arena."""
-        return cls(ops, parameters, Arena(ops.empty), scheme, head, max_positions=max_positions, slices=slices)
+        return cls(
+            ops, parameters, Arena(ops.empty, ops.fixed_rows), scheme, head, max_positions=max_positions, slices=slices
+        )
 
     def at(self, name: str) -> Self:
         return replace(self, prefix=f"{self.prefix}{name}.")

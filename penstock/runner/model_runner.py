@@ -573,7 +573,9 @@ class RecordedModel:
         """Compute the first step with this number of tokens, and keep its program."""
         input_ids, ctx = self._copy(input_ids), replace(ctx, positions=self._copy(ctx.positions))
         result, program = self._ops.record(
-            lambda: self._forward(input_ids, ctx, head), ctx.attention, torch_too=self._with_torch
+            lambda attention: self._forward(input_ids, replace(ctx, attention=tuple(attention)), head),
+            ctx.attention,
+            torch_too=self._with_torch,
         )
         if program is None:
             self._recordable = False

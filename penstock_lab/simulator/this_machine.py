@@ -196,7 +196,7 @@ def _products(ops: CpuOps, rows: int, ring: Ring, *, per_operation: bool) -> Cas
             ops.linear(operands[k], weight, out=results[n])
         return results[ring[-1][0][0]]
 
-    _, program = ops.record(multiply_all, ())
+    _, program = ops.record(lambda _: multiply_all(), ())
     if program is None:
         raise EngineError("products cannot be recorded; this is a bug in Penstock")
     run = program.run

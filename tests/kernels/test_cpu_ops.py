@@ -633,7 +633,7 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
         return ops.round(x)
 
     q_norm_weight, results = draw(D, seed=5), list[Tensor]()
-    first, program = ops.record(forward, ())
+    first, program = ops.record(lambda _: forward(), ())
     assert program is not None
     recorded = list(results)
     (native,) = program.parts
@@ -662,7 +662,7 @@ def test_a_program_keeps_what_it_uses(pair: tuple[CpuOps, ReferenceOps]) -> None
     def record() -> tuple[Any, list[Any]]:
         ops = CpuOps(pair[0].dtype)
         packed, own = ops.pack_linear(weight), x.clone()
-        return ops.record(lambda: ops.linear(own, packed), ())[1], [weakref.ref(item) for item in (ops, packed, own)]
+        return ops.record(lambda _: ops.linear(own, packed), ())[1], [weakref.ref(item) for item in (ops, packed, own)]
 
     program, alive = record()
     gc.collect()

@@ -196,7 +196,7 @@ def test_a_program_keeps_its_experts() -> None:
     ops, (ids, count) = CpuOps(BF16), CHOICES["some without tokens"]
     x, weights = operands(BF16, 2)
     layer = [make(ops, count)]
-    result, program = ops.record(lambda: ops.experts(x, *layer[0], (ids, weights), "silu"), ())
+    result, program = ops.record(lambda _: ops.experts(x, *layer[0], (ids, weights), "silu"), ())
     expected = result.clone()
     ops._experts.clear()
     layer.clear()

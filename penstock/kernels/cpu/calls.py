@@ -280,6 +280,7 @@ class NativeCalls:
 
     name = "cpu"
     device = "cpu"
+    fixed_rows = FIXED_ROWS
 
     def __init__(self, dtype: Dtype, *, threads: int = 1, level: str | None = None) -> None:
         """Start the threads. level: None means `chosen_level()`.
@@ -372,13 +373,17 @@ class NativeCalls:
         return tokens if tokens <= FIXED_ROWS else 0
 
     def record(
-        self, forward: Callable[[], Tensor], attention: Sequence[AttentionMetadata], *, torch_too: bool = False
+        self,
+        forward: Callable[[Sequence[AttentionMetadata]], Tensor],
+        attention: Sequence[AttentionMetadata],
+        *,
+        torch_too: bool = False,
     ) -> tuple[Tensor, NativeProgram | None]:
         recorder = Recorder(attention, self)
         self._recorder = recorder
         try:
             with self._watching(recorder, torch_too):
-                result = forward()
+                result = forward(attention)
         finally:
             self._recorder = None
         return result, recorder.program(result)

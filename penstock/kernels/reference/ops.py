@@ -39,7 +39,7 @@ from penstock.kernels.reference.attention import Int8KVCache, ReferenceKVCache
 from penstock.kernels.reference.quantized_weights import dequantize_int4, dequantize_int8, quantize_int4, quantize_int8
 from penstock.kernels.sampling import SamplingTensors, TokenScores
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import Array, Dtype, as_array, as_torch, dtype_of
+from penstock.kernels.tensors import FIXED_ROWS, Array, Dtype, as_array, as_torch, dtype_of
 
 CLAMP = 7.0  # of clamped_silu
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -95,6 +95,7 @@ class ReferenceOps:
 
     name = "reference"
     is_planned = False
+    fixed_rows = FIXED_ROWS
 
     def __init__(self, dtype: Dtype, device: Any = "cpu") -> None:
         self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)

@@ -91,7 +91,9 @@ SMALLER: dict[str, Choices] = AMPERE | {
 }
 WIDER: Choices = ((MANY, Tile(32, 128, 256, 4, 1)),)
 INTERPRETED: dict[str, Choices] = {
-    name: WIDER if name.startswith("attend_rows") else ((MANY, SMALL),) for name in HOPPER
+    # in float32, items have 16 rows there, too: there is no wide attend_span for it
+    name: WIDER if name in ("attend_rows", "attend_rows int8") else ((MANY, SMALL),)
+    for name in HOPPER
 }
 TABLES: dict[int, dict[str, Choices]] = {
     INTERPRETER: INTERPRETED,

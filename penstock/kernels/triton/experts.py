@@ -28,6 +28,7 @@ from penstock.kernels.triton.launch import launch
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.products import kind_of, outputs
 from penstock.kernels.triton.quantize import operand
+from penstock.kernels.triton.scratch import ANEW, Scratch
 
 BLOCK = 1024
 
@@ -239,29 +240,30 @@ def experts(
     chosen: tuple[torch.Tensor, torch.Tensor],
     activation: str,
     out: torch.Tensor,
+    scratch: Scratch = ANEW,
     *,
     weigh_inputs: bool,
 ) -> torch.Tensor:
     """Add each row's experts into out [M, hidden] float32, as kernels/ops.py says."""
     (ids, weights), (count, hidden), k = chosen, x.shape, chosen[0].shape[1]
-    lists = torch.empty((gate_up.count, count), dtype=torch.int32, device=x.device)
-    counts = torch.empty(gate_up.count, dtype=torch.int32, device=x.device)
+    lists = scratch.empty((gate_up.count, count), torch.int32, x.device)
+    counts = scratch.empty((gate_up.count,), torch.int32, x.device)
     launch(list_pairs, (gate_up.count,), ids, lists, counts, count * k, count, BLOCK=BLOCK, warps=4)
     if weigh_inputs:
-        weighed = torch.empty((count * k, hidden), dtype=x.dtype, device=x.device)
+        weighed = scratch.empty((count * k, hidden), x.dtype, x.device)
         grid = count * k, triton.cdiv(hidden, BLOCK)
         launch(weigh_pairs, grid, x, weights, weighed, hidden, K=k, BLOCK=BLOCK, warps=4)
         x = weighed
     width = gate_up.like.shape[0] // 2
-    gated = torch.empty((count * k, width), dtype=x.dtype, device=x.device)
+    gated = scratch.empty((count * k, width), x.dtype, x.device)
     if gate_up.like.has_fused_gate:
-        _products(x, gate_up, lists, counts, gated, activation, share=count * k // len(x), gated=True)
+        _products(x, gate_up, lists, counts, gated, activation, scratch, share=count * k // len(x), gated=True)
     else:
-        both = torch.empty((count * k, 2 * width), dtype=torch.float32, device=x.device)
-        _products(x, gate_up, lists, counts, both, "", share=count * k // len(x))
+        both = scratch.empty((count * k, 2 * width), torch.float32, x.device)
+        _products(x, gate_up, lists, counts, both, "", scratch, share=count * k // len(x))
         rows.apply("gate", both, gated, activation=activation)
-    branches = torch.empty((count * k, out.shape[1]), dtype=torch.float32, device=x.device)
-    _products(gated, down, lists, counts, branches, "", share=1)
+    branches = scratch.empty((count * k, out.shape[1]), torch.float32, x.device)
+    _products(gated, down, lists, counts, branches, "", scratch, share=1)
     grid, places = (count, triton.cdiv(out.shape[1], BLOCK)), triton.next_power_of_2(k)
     arguments = branches, ids, None if weigh_inputs else weights, out, out.shape[1]
     launch(add_pairs, grid, *arguments, K=k, PLACES=places, BLOCK=BLOCK, warps=4)
@@ -275,12 +277,13 @@ def _products(
     counts: torch.Tensor,
     out: torch.Tensor,
     activation: str,
+    scratch: Scratch,
     *,
     share: int,
     gated: bool = False,
 ) -> None:
     """Compute the products of all pairs into out [pairs, columns]; rows of x are shared by `share` pairs each."""
-    like, values = weights.like, operand(x, weights.like)
+    like, values = weights.like, operand(x, weights.like, scratch)
     name = "int4" if like.group_size else "few_rows" + kind_of(like, gated)
     found = tile(name, max(1, len(out) * values.slices // weights.count))
     tokens, capacity = found.rows // values.slices, lists.shape[1]

@@ -22,13 +22,16 @@ from penstock.kernels.metadata import (
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
 from penstock.kernels.sampling import SamplingTensors, TokenScores
 from penstock.kernels.tensors import Array, Dtype, as_array, as_torch, dtype_of
-from penstock.kernels.triton import attention, experts, int4, norms, packed, products, rotary, rows, sampling
+from penstock.kernels.triton import attention, experts, int4, norms, packed, products, programs, rotary, rows, sampling
 from penstock.kernels.triton import cache as paged
 from penstock.kernels.triton.attention import PlannedMetadata
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.quantize import operand
+from penstock.kernels.triton.scratch import FixedScratch
+
+STAGED_BYTES = 2**20  # of an array that is copied through pinned memory, at most
 
 
 class TritonOps:
@@ -37,14 +40,21 @@ class TritonOps:
     name = "triton"
     is_planned = False
 
+    fixed_rows = programs.ROWS[-1]
+
     def __init__(self, dtype: Dtype, device: Any = "cuda") -> None:
         self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)
         self.device = torch.device(device)
+        self.scratch = FixedScratch(self.device)
+        self.recorder = programs.Recorder(self.device)
         self._experts: dict[tuple[PackedLinear, ...], Experts] = {}
 
     def tensor(self, array: Array) -> Tensor:
-        found: Tensor = as_torch(array).to(self.device)
-        return found
+        found: Tensor = as_torch(array)
+        if self.device.type == "cuda" and found.nbytes <= STAGED_BYTES:  # from pinned memory, the host need not wait
+            staged = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found)
+            return staged.to(self.device, non_blocking=True)
+        return found.to(self.device)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         return torch.empty(shape, dtype=dtype_of(dtype, self.dtype), device=self.device)
@@ -76,16 +86,24 @@ class TritonOps:
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
         whole = own(weight, TritonLinear)
         out = self._output(out, (len(x), whole.shape[0] // 2), self.dtype)
+        scratch = self.scratch.begin()
         if whole.has_fused_gate:
-            return products.product(operand(x, whole), whole, out, activation=activation, gated=True)
-        return rows.apply("gate", self.linear(x, whole), out, activation=activation)
+            rows_of_x = operand(x, whole, scratch)
+            return products.product(rows_of_x, whole, out, scratch, activation=activation, gated=True)
+        both = scratch.empty((len(x), whole.shape[0]), torch.float32, self.device)
+        return rows.apply("gate", self._multiply(x, whole, "", both), out, activation=activation)
 
     def _product(
         self, x: Tensor, weight: TritonLinear, activation: str, dtype: torch.dtype, out: Tensor | None
     ) -> Tensor:
-        out = self._output(out, (len(x), weight.shape[0]), dtype)
-        product = int4.product if weight.group_size else products.product
-        return product(operand(x, weight), weight, out, activation=activation)
+        self.scratch.begin()
+        return self._multiply(x, weight, activation, self._output(out, (len(x), weight.shape[0]), dtype))
+
+    def _multiply(self, x: Tensor, weight: TritonLinear, activation: str, out: Tensor) -> Tensor:
+        values = operand(x, weight, self.scratch)
+        if weight.group_size:
+            return int4.product(values, weight, out, activation=activation)
+        return products.product(values, weight, out, self.scratch, activation=activation)
 
     def experts(
         self,
@@ -100,7 +118,8 @@ class TritonOps:
     ) -> Tensor:
         out = self._output(out, (len(x), down[0].shape[0]), torch.float32)
         tables = self._table(gate_up), self._table(down)
-        return experts.experts(x, *tables, chosen, activation, out, weigh_inputs=weigh_inputs)
+        scratch = self.scratch.begin()
+        return experts.experts(x, *tables, chosen, activation, out, scratch, weigh_inputs=weigh_inputs)
 
     def _table(self, weights: Sequence[PackedLinear]) -> Experts:
         key = tuple(weights)
@@ -229,7 +248,9 @@ class TritonOps:
         own(cache, TritonCache).write_block(block_id, content)
 
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
-        return attention.plan(meta, heads, own(cache, TritonCache), self.device)
+        tokens = len(meta.slot_mapping)
+        recorded = self.program_rows(tokens) == tokens
+        return attention.plan(meta, heads, own(cache, TritonCache), self.device, recorded=recorded)
 
     def attend(
         self,
@@ -248,18 +269,19 @@ class TritonOps:
             heads = Heads(num_heads, whole.spec.num_kv_heads, head_dim)
             meta = attention.plan(meta, heads, whole, self.device)
         out = self._output(out, (tokens, num_heads * head_dim), self.dtype)
-        return attention.attend(q, (k_new, v_new), whole, meta, params, out, lse)
+        return attention.attend(q, (k_new, v_new), whole, meta, params, out, lse, self.scratch.begin())
 
     # --- from logits to ids ------------------------------------------------------------------------------------------
 
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return sampling.log_softmax(logits, self._output(out, tuple(logits.shape), torch.float32))
+        out = self._output(out, tuple(logits.shape), torch.float32)
+        return sampling.log_softmax(logits, out, self.scratch.begin())
 
     def choose(self, logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
-        return sampling.choose(logits, params)
+        return sampling.choose(logits, params, self.scratch.begin())
 
     def token_scores(self, logits: Tensor, ids: Tensor, num_top: int) -> TokenScores:
-        return sampling.token_scores(logits, ids, num_top)
+        return sampling.token_scores(logits, ids, num_top, self.scratch.begin())
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
         if self.device.type == "cpu":
@@ -268,13 +290,30 @@ class TritonOps:
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record()
+        copied.record(torch.cuda.current_stream(self.device))
 
         def wait() -> list[Array]:
             copied.synchronize()
             return [as_array(copy) for copy in copies]
 
         return wait
+
+    # --- programs ----------------------------------------------------------------------------------------------------
+
+    def program_rows(self, tokens: int) -> int:
+        return programs.rows(tokens)
+
+    def record(
+        self,
+        forward: Callable[[Sequence[AttentionMetadata]], Tensor],
+        attention: Sequence[AttentionMetadata],
+        *,
+        torch_too: bool = False,
+    ) -> tuple[Tensor, programs.TritonProgram | None]:
+        return self.recorder.record(forward, attention, torch_too)
+
+    def run_host(self, work: Callable[[], None]) -> None:
+        self.recorder.run_host(work)
 
     def _output(self, out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device) if out is None else out

@@ -22,6 +22,7 @@ from penstock.kernels.triton.elements import activate, gate, mma
 from penstock.kernels.triton.launch import launch, processors
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.quantize import Operand
+from penstock.kernels.triton.scratch import ANEW, Scratch
 
 
 @triton.jit
@@ -223,7 +224,13 @@ def many_rows(
 
 
 def product(
-    x: Operand, weight: TritonLinear, out: torch.Tensor, *, activation: str = "", gated: bool = False
+    x: Operand,
+    weight: TritonLinear,
+    out: torch.Tensor,
+    scratch: Scratch = ANEW,
+    *,
+    activation: str = "",
+    gated: bool = False,
 ) -> torch.Tensor:
     """Compute a product with a float or int8 weight into out, of any float type and with rows of any stride.
 
@@ -233,7 +240,7 @@ def product(
     name, rows = kind_of(weight, gated), x.rows * x.slices
     found = tile("few_rows" + name, rows)
     if rows > few() and _is_aligned(weight, wide := tile("many_rows" + name, rows)):
-        _many_rows(x, weight, out, wide, columns, activation, gated)
+        _many_rows(x, weight, out, wide, columns, activation, gated, scratch)
         return out
     tokens = found.rows // x.slices
     launch(
@@ -266,13 +273,20 @@ def product(
 
 
 def _many_rows(
-    x: Operand, weight: TritonLinear, out: torch.Tensor, found: Tile, columns: int, activation: str, gated: bool
+    x: Operand,
+    weight: TritonLinear,
+    out: torch.Tensor,
+    found: Tile,
+    columns: int,
+    activation: str,
+    gated: bool,
+    scratch: Scratch,
 ) -> None:
     tokens = found.rows // x.slices
     programs = min(processors(), triton.cdiv(x.rows, tokens) * triton.cdiv(columns, found.columns))
-    scratch = None
+    sums = None
     if weight.leaves > 1:
-        scratch = torch.empty(programs * 2 * tokens * found.columns, dtype=torch.float32, device=out.device)
+        sums = scratch.empty((programs * 2 * tokens * found.columns,), torch.float32, out.device)
     launch(
         many_rows,
         (programs,),
@@ -281,7 +295,7 @@ def _many_rows(
         weight.scales,
         weight.bias,
         x.scales,
-        scratch,
+        sums,
         out,
         x.rows,
         columns,

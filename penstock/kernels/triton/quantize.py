@@ -13,6 +13,7 @@ import triton.language as tl
 from penstock.kernels.triton.elements import divide, round_to_integer
 from penstock.kernels.triton.launch import launch
 from penstock.kernels.triton.packed import TritonLinear
+from penstock.kernels.triton.scratch import ANEW, Scratch
 
 SLICE_ROWS = {1: 1, 2: 2, 3: 4}  # rows of int8 per row of activations; a fourth is zeros
 
@@ -63,14 +64,14 @@ def quantize_rows(
     tl.store(scales + leaf.to(tl.int64) * M + row, tl.where(finite, scale, float("nan")))
 
 
-def operand(x: torch.Tensor, weight: TritonLinear) -> Operand:
+def operand(x: torch.Tensor, weight: TritonLinear, scratch: Scratch = ANEW) -> Operand:
     """Prepare rows x [M, K] for a product with a weight."""
     rows, depth = x.shape
     if not weight.packing.activation_slices:
         return Operand(x, rows)
     slices = SLICE_ROWS[weight.packing.activation_slices]
-    values = torch.empty((rows * slices, depth), dtype=torch.int8, device=x.device)
-    scales = torch.empty((weight.leaves, rows), dtype=torch.float32, device=x.device)
+    values = scratch.empty((rows * slices, depth), torch.int8, x.device)
+    scales = scratch.empty((weight.leaves, rows), torch.float32, x.device)
     block = triton.next_power_of_2(weight.length)
     launch(
         quantize_rows,

@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.kernels.sampling import MULTIPLIERS, NO_TOKEN, ROUNDS, WEYL, SamplingTensors, TokenScores
 from penstock.kernels.triton.elements import NEVER, divide
 from penstock.kernels.triton.launch import INTERPRETED, launch
+from penstock.kernels.triton.scratch import ANEW, Scratch
 
 BLOCK = 256 if INTERPRETED else 4096  # ids of a program
 DIGITS = 16  # values of a digit by which a cut is searched for: 8 digits make a logit
@@ -262,7 +263,7 @@ def score_row(logprobs, given, ids, scores, ranks, V, num_top, BLOCK: tl.constex
         tl.store(scores + to + 1 + place, tl.load(logprobs + chosen))
 
 
-def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
+def adjust(logits: Tensor, params: SamplingTensors, scratch: Scratch = ANEW) -> Tensor:
     """Return logits with mask, bias and penalties: a copy if there are any."""
     changes = []
     if params.masked is not None:
@@ -275,7 +276,9 @@ def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
         frequency, presence, pairs, counts = params.counts
         changes.append(("counts", pairs, frequency, presence, counts))
     changes = [change for change in changes if len(change[1])]
-    work = logits.clone() if changes else logits
+    work = logits
+    if changes:
+        work = scratch.empty(tuple(logits.shape), logits.dtype, logits.device).copy_(logits)
     for operation, pairs, *numbers in changes:
         grid = (triton.cdiv(len(pairs), 128),)
         sizes = len(pairs), logits.shape[1]
@@ -283,18 +286,18 @@ def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
     return work
 
 
-def choose(logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, params: SamplingTensors, scratch: Scratch = ANEW) -> tuple[Tensor, Tensor]:
     """Choose one id for each row of logits [M, V] float32, and test whether the row is healthy."""
     rows, vocab = logits.shape
     parts, device = triton.cdiv(vocab, BLOCK), logits.device
-    work, cuts = adjust(logits, params), None
+    work, cuts = adjust(logits, params, scratch), None
     limits = params.top_k, params.top_p, params.min_p
     if params.noise_key is not None and any(limit is not None for limit in limits):
-        cuts = torch.empty(rows, 2, dtype=torch.int64, device=device)
+        cuts = scratch.empty((rows, 2), torch.int64, device)
         arguments = work, params.temperature, *limits, cuts, vocab
         launch(cut_row, (rows,), *arguments, SIZE=SEARCHED, DIGITS=DIGITS, warps=8)
-    best = torch.empty(rows, parts, dtype=torch.float32, device=device)
-    where, flags = (torch.empty(rows, parts, dtype=torch.int32, device=device) for _ in range(2))
+    best = scratch.empty((rows, parts), torch.float32, device)
+    where, flags = (scratch.empty((rows, parts), torch.int32, device) for _ in range(2))
     sources = logits, work, params.temperature, params.noise_key, cuts
     launch(pick_part, (parts, rows), *sources, best, where, flags, vocab, parts, BLOCK=BLOCK, warps=8)
     ids = torch.empty(rows, dtype=torch.int64, device=device)
@@ -304,21 +307,23 @@ def choose(logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
     return ids, healthy
 
 
-def log_softmax(logits: Tensor, out: Tensor) -> Tensor:
+def log_softmax(logits: Tensor, out: Tensor, scratch: Scratch = ANEW) -> Tensor:
     """Compute log-probabilities [M, V] of logits."""
     rows, vocab = logits.shape
     parts = triton.cdiv(vocab, BLOCK)
-    largest, sums = (torch.empty(rows, parts, dtype=torch.float32, device=logits.device) for _ in range(2))
+    largest, sums = (scratch.empty((rows, parts), torch.float32, logits.device) for _ in range(2))
     launch(sum_part, (parts, rows), logits, largest, sums, vocab, parts, BLOCK=BLOCK, warps=8)
     arguments = logits, largest, sums, out, vocab, parts
     launch(log_part, (parts, rows), *arguments, BLOCK=BLOCK, PARTS=triton.next_power_of_2(parts), warps=8)
     return out
 
 
-def token_scores(logits: Tensor, given: Tensor, num_top: int) -> TokenScores:
+def token_scores(logits: Tensor, given: Tensor, num_top: int, scratch: Scratch = ANEW) -> TokenScores:
     """Score the given ids [M] and the num_top likeliest ones."""
     rows, vocab = logits.shape
-    logprobs, count = log_softmax(logits, torch.empty_like(logits)), min(num_top, vocab)
+    logprobs = scratch.empty((rows, vocab), torch.float32, logits.device)
+    log_softmax(logits, logprobs, scratch)
+    count = min(num_top, vocab)
     ids = torch.empty(rows, 1 + count, dtype=torch.int64, device=logits.device)
     scores = torch.empty(rows, 1 + count, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)

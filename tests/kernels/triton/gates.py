@@ -21,7 +21,7 @@ from penstock.kernels.ops import Packing
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton import attention, experts, int4, norms, products, rotary, rows, sampling
-from penstock.kernels.triton.attention import Items, PlannedMetadata
+from penstock.kernels.triton.attention import Items, PlannedMetadata, Work
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.launch import compiling
@@ -90,15 +90,11 @@ def attend(few_rows: int = 0, head_dim: int = 128, kind: torch.dtype = BF16, sin
     q = meta(*[2][: bool(sinks)], 64, 32, head_dim, dtype=dtype)
     k = meta(64, 8, head_dim, dtype=dtype)
     items = meta(4, 2, dtype=int32)
-    states = meta(4, 8, 2, few_rows, head_dim, dtype=F32), meta(4, 8, 2, few_rows, 2, dtype=F32)
-    step = PlannedMetadata(
-        *(meta(5, dtype=int32), meta(4, dtype=int32), meta(4, 9, dtype=int32), meta(64, dtype=torch.int64)),
-        block_size=128,
-        sliding_window=1000 if sinks else None,
-        num_sink_tokens=sinks,
-        few=Items(items, few_rows, 2, *states) if few_rows else None,
-        many=None if few_rows else Items(items, attention.many_rows(cache)),
-    )
+    places = meta(5, dtype=int32), meta(4, dtype=int32), meta(4, 9, dtype=int32), meta(64, dtype=torch.int64)
+    few = Items(items, few_rows, 2) if few_rows else None
+    work = Work(*places, few, None if few_rows else Items(items, attention.many_rows(cache)))
+    window = 1000 if sinks else None
+    step = PlannedMetadata(*places, block_size=128, sliding_window=window, num_sink_tokens=sinks, work=work)
     out, lse = meta(64, 32 * head_dim, dtype=dtype), meta(64, 32, dtype=F32)
     attention.attend(q, (k, k), cache, step, AttentionParams(head_dim**-0.5, **params), out, lse)
 

@@ -118,8 +118,8 @@ def test_attention(name: str) -> None:
     expected = layer.reference.attend(q, k, v, layer.oracle, step, rules, lse=expected_lse)
     planned = layer.ops.plan(step, HEADS, layer.cache)
     found = layer.ops.attend(q, k, v, layer.cache, planned, rules, lse=lse)
-    assert planned.few is not None, "the first sequence"
-    assert planned.many is not None, "the second sequence"
+    assert planned.work.few is not None, "the first sequence"
+    assert planned.work.many is not None, "the second sequence"
     close(found, expected)
     torch.testing.assert_close(lse, expected_lse, rtol=2e-5, atol=2e-5)
     for ours, theirs in zip(cells(layer.cache), (layer.oracle.keys, layer.oracle.values), strict=True):
