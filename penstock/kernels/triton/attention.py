@@ -69,7 +69,7 @@ class Work:
     """What attention launches for a step, in one buffer on the device.
 
     Attributes:
-        query_start, lengths, table, slots: query_start_loc, seq_lens, block_table and slot_mapping of AttentionMetadata.
+        query_start, lengths, table, slots: AttentionMetadata's query_start_loc, seq_lens, block_table, slot_mapping.
         few, many: None: no such item.
         memory: [n] int32, in which all of them are.
         form: where they are, and how large.
@@ -696,9 +696,9 @@ def attend(
         for first in range(0, len(few.items), count):
             items = few.items[first : first + count]
             grid = few.spans, spec.num_kv_heads, len(items)
-            arguments = q, q_numbers, *stored, items, *places, work.table, params.alibi_slopes, states, sums
+            arguments = q, q_numbers, *stored, items, *places, work.table, params.alibi_slopes
             options = constants | form | {"ROWS": few.rows, "warps": tile.warps, "stages": tile.stages}
-            launch(attend_span, grid, *arguments, *steps, few.spans, *numbers, **options)
+            launch(attend_span, grid, *arguments, states, sums, *steps, few.spans, *numbers, **options)
             options = constants | {"ROWS": few.rows, "warps": 4}
             launch(fold_spans, grid[1:], states, sums, items, *places, *ends, window, sinks, few.spans, **options)
     if (many := work.many) is not None:

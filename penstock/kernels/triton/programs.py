@@ -153,7 +153,7 @@ class TritonProgram:
         return False  # the caller runs the steps one by one
 
 
-class TorchGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TorchGuard(TorchDispatchMode):
     """Notes functions of torch that are called by a model of a user's own, not by the backend or the layers.
 
     Attributes:
@@ -166,7 +166,7 @@ class TorchGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.foreign: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
