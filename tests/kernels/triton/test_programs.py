@@ -91,7 +91,7 @@ def test_a_model_that_computes_by_itself_is_never_recorded(is_own: bool) -> None
 
 
 def test_rows_of_programs() -> None:
-    """Guards against a program that is not its own, too few rows, and a step that is padded to more than it is worth."""
+    """Guards against a program that is not its own, too few rows, and steps that are padded to many more tokens."""
     for tokens in range(1, 257):
         rows = programs.rows(tokens)
         assert tokens <= rows == programs.rows(rows) <= max(16, tokens * 3 // 2)
