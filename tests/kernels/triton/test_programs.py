@@ -1,7 +1,7 @@
 """Recorded passes: the bits of the pass itself, whatever changes between steps. recorded.py does the same with a model,
 on a GPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +85,10 @@ def test_a_model_that_computes_by_itself_is_never_recorded(is_own: bool) -> None
     """Guards against numbers of a pass that a model of a user's own computes on the host, which a graph would keep."""
     fixed = Fixed()
     meta = fixed.plan(*STEPS[0])
-    own: Callable[[Sequence[Any]], Tensor] = lambda given: fixed.forward(given) * float(given[0].seq_lens[0])  # noqa: E731
+
+    def own(given: Sequence[Any]) -> Tensor:
+        return fixed.forward(given) * float(given[0].seq_lens[0])
+
     _, program = fixed.layer.ops.record(fixed.forward if is_own else own, [meta])
     assert (program is not None) == is_own
 
