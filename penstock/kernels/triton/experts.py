@@ -24,11 +24,10 @@ from penstock.kernels.triton import rows
 from penstock.kernels.triton.configurations import tile
 from penstock.kernels.triton.elements import NEVER, divide, sigmoid
 from penstock.kernels.triton.int4 import group_outputs
-from penstock.kernels.triton.launch import launch
+from penstock.kernels.triton.launch import ANEW, Scratch, launch
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.products import kind_of, outputs
 from penstock.kernels.triton.quantize import operand
-from penstock.kernels.triton.scratch import ANEW, Scratch
 
 BLOCK = 1024
 

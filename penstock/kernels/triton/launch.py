@@ -7,15 +7,21 @@ Every kernel is launched by `launch`, with its sizes as arguments and its config
   - Within `compiling(architecture)`, not at all: it is compiled for that architecture, which needs neither a driver nor
     a GPU, and the result is kept for inspection. Tensors are then on torch's device "meta".
 
+Between the kernels of one operation, values are in its scratch memory (`Scratch`). The next operation on the stream
+begins when that one has ended, so it may use the same memory. Programs (programs.py) hold addresses of it: when it has
+to grow, the old memory stays.
+
 Multiply-adds are never contracted: a fused one is written out (tl.fma). So the compiler cannot choose other roundings.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -23,6 +29,7 @@ from triton.runtime import driver
 INTERPRETED = knobs.runtime.interpret
 INTERPRETER = 0  # its number as an architecture
 WARP = 32  # threads
+ALIGNMENT = 256  # bytes, of scratch memory
 INTERPRETER_PROCESSORS = 2  # so that a persistent kernel owns several tiles there, too
 
 
@@ -90,3 +97,49 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stag
         _compilers[-1].kernels.append(kernel.warmup(*arguments, grid=grid, **options, **constants))
     else:
         kernel[grid](*arguments, **options, **constants)
+
+
+class Scratch(Protocol):
+    """Memory between the kernels of one operation."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+        """Take memory that nothing else in this operation has."""
+
+
+class _Anew:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+ANEW: Scratch = _Anew()  # allocates
+
+
+class FixedScratch:
+    """One piece of memory of a device.
+
+    Attributes:
+        peak: the most bytes that an operation has taken so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.peak = device, 0
+        self._used = 0
+        self._pieces = [torch.empty(0, dtype=torch.uint8, device=device)]  # the last one is used
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for so many bytes."""
+        if num_bytes > len(self._pieces[-1]):
+            self._pieces.append(torch.empty(num_bytes, dtype=torch.uint8, device=self.device))
+
+    def begin(self) -> "FixedScratch":
+        """Begin an operation, which may overwrite everything."""
+        self._used = 0
+        return self
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        start = self._used
+        self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self.peak = max(self.peak, self._used)
+        self.reserve(self._used if self._used <= len(self._pieces[-1]) else 2 * self._used)
+        return self._pieces[-1][start : start + num_bytes].view(dtype).view(shape)

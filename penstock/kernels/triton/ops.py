@@ -22,14 +22,26 @@ from penstock.kernels.metadata import (
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
 from penstock.kernels.sampling import SamplingTensors, TokenScores
 from penstock.kernels.tensors import Array, Dtype, as_array, as_torch, dtype_of
-from penstock.kernels.triton import attention, experts, int4, norms, packed, products, programs, rotary, rows, sampling
+from penstock.kernels.triton import (
+    attention,
+    experts,
+    int4,
+    norms,
+    packed,
+    products,
+    programs,
+    rotary,
+    rows,
+    sampling,
+    work,
+)
 from penstock.kernels.triton import cache as paged
-from penstock.kernels.triton.attention import PlannedMetadata
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.experts import Experts
+from penstock.kernels.triton.launch import FixedScratch
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.quantize import operand
-from penstock.kernels.triton.scratch import FixedScratch
+from penstock.kernels.triton.work import PlannedMetadata
 
 STAGED_BYTES = 2**20  # of an array that is copied through pinned memory, at most
 
@@ -250,7 +262,7 @@ class TritonOps:
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: KVCache) -> AttentionMetadata:
         tokens = len(meta.slot_mapping)
         recorded = self.program_rows(tokens) == tokens
-        return attention.plan(meta, heads, own(cache, TritonCache), self.device, recorded=recorded)
+        return work.plan(meta, heads, own(cache, TritonCache), self.device, recorded=recorded)
 
     def attend(
         self,
@@ -267,7 +279,7 @@ class TritonOps:
         whole, (tokens, num_heads, head_dim) = own(cache, TritonCache), q.shape[-3:]
         if not isinstance(meta, PlannedMetadata):
             heads = Heads(num_heads, whole.spec.num_kv_heads, head_dim)
-            meta = attention.plan(meta, heads, whole, self.device)
+            meta = work.plan(meta, heads, whole, self.device)
         out = self._output(out, (tokens, num_heads * head_dim), self.dtype)
         return attention.attend(q, (k_new, v_new), whole, meta, params, out, lse, self.scratch.begin())
 

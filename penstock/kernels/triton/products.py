@@ -19,10 +19,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.kernels.triton.configurations import Tile, few, tile
 from penstock.kernels.triton.elements import activate, gate, mma
-from penstock.kernels.triton.launch import launch, processors
+from penstock.kernels.triton.launch import ANEW, Scratch, launch, processors
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.quantize import Operand
-from penstock.kernels.triton.scratch import ANEW, Scratch
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 A step of an 8B model is some 230 launches, which take 6 to 10 ms of Python, longer than the kernels of a decode step.
 A graph repeats them with the same arguments, so whatever changes from step to step is in memory that stays: token ids,
-positions, and the work of attention (attention.Work), which one copy brings to the device. What the work's form decides
+positions, and the work of attention (work.Work), which one copy brings to the device. What the work's form decides
 (grids, the number of items) is part of the graph: a program has a graph for each form.
 
 A pass with a new form is computed as usual, which compiles its kernels and lets its buffers grow. When the form comes

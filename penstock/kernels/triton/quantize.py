@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.elements import divide, round_to_integer
-from penstock.kernels.triton.launch import launch
+from penstock.kernels.triton.launch import ANEW, Scratch, launch
 from penstock.kernels.triton.packed import TritonLinear
-from penstock.kernels.triton.scratch import ANEW, Scratch
 
 SLICE_ROWS = {1: 1, 2: 2, 3: 4}  # rows of int8 per row of activations; a fourth is zeros
 

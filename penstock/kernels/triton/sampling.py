@@ -19,8 +19,7 @@ from torch import Tensor
 
 from penstock.kernels.sampling import MULTIPLIERS, NO_TOKEN, ROUNDS, WEYL, SamplingTensors, TokenScores
 from penstock.kernels.triton.elements import NEVER, divide
-from penstock.kernels.triton.launch import INTERPRETED, launch
-from penstock.kernels.triton.scratch import ANEW, Scratch
+from penstock.kernels.triton.launch import ANEW, INTERPRETED, Scratch, launch
 
 BLOCK = 256 if INTERPRETED else 4096  # ids of a program
 DIGITS = 16  # values of a digit by which a cut is searched for: 8 digits make a logit

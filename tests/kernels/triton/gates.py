@@ -21,12 +21,12 @@ from penstock.kernels.ops import Packing
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton import attention, experts, int4, norms, products, rotary, rows, sampling
-from penstock.kernels.triton.attention import Items, PlannedMetadata, Work
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.launch import compiling
 from penstock.kernels.triton.packed import TritonLinear, assemble, shapes
 from penstock.kernels.triton.quantize import operand
+from penstock.kernels.triton.work import Items, PlannedMetadata, Work, many_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -92,7 +92,7 @@ def attend(few_rows: int = 0, head_dim: int = 128, kind: torch.dtype = BF16, sin
     items = meta(4, 2, dtype=int32)
     places = meta(5, dtype=int32), meta(4, dtype=int32), meta(4, 9, dtype=int32), meta(64, dtype=torch.int64)
     few = Items(items, few_rows, 2) if few_rows else None
-    work = Work(*places, few, None if few_rows else Items(items, attention.many_rows(cache)))
+    work = Work(*places, few, None if few_rows else Items(items, many_rows(cache)))
     window = 1000 if sinks else None
     step = PlannedMetadata(*places, block_size=128, sliding_window=window, num_sink_tokens=sinks, work=work)
     out, lse = meta(64, 32 * head_dim, dtype=dtype), meta(64, 32, dtype=F32)

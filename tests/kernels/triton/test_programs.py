@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="an extra")
 
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.ops import RecordingOps
-from penstock.kernels.triton import attention, programs
+from penstock.kernels.triton import programs, work
 from tests.kernels.triton.compare import bits
 from tests.kernels.triton.test_attention import HEADS, Layer
 
@@ -71,7 +71,7 @@ def test_programs_have_the_bits_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> 
             found = program.run([meta])
         with monkeypatch.context() as patch:
             patch.setattr(programs, "ROWS", ())  # no step is recorded: no form is shared
-            patch.setattr(attention, "STATES_BYTES", 1)
+            patch.setattr(work, "STATES_BYTES", 1)
             expected = plain.forward([plain.plan(new, padding)])
         assert torch.equal(bits(found[: 2 - padding]), bits(expected[: 2 - padding])), number
     assert program.num_graphs == 1
