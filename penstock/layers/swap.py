@@ -60,9 +60,12 @@ def _as_torch(layer: WeightLayer, shape: type) -> Any:
     return made
 
 
-def swap_linears(model: nn.Module, make: LayerFactory, shape: type = OverAxes) -> dict[str, Any]:
-    """Replace every nn.Linear in a model by a product that is quantised and split as the parameter table allows:
-    x [..., K] dtype -> [..., N] dtype, a new tensor. Return the products by their names.
+def swap_linears(
+    model: nn.Module, make: LayerFactory, shape: type = OverAxes, kind: type[nn.Linear] = nn.Linear
+) -> dict[str, Any]:
+    """Replace every nn.Linear in a model, or every layer of another `kind` of it, by a product that is quantised and
+    split as the parameter table allows: x [..., K] dtype -> [..., N] dtype, a new tensor. Return the products by their
+    names.
 
     Call it at the end of the model's __init__, with the LayerFactory that __init__ received. shape: a subclass of
     OverAxes, if the products are to be called otherwise.
@@ -70,7 +73,7 @@ def swap_linears(model: nn.Module, make: LayerFactory, shape: type = OverAxes) -
     Raises:
         ModelLoadError: a weight is not in the table.
     """
-    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    linears = [name for name, module in model.named_modules() if type(module) is kind]
     made = {name: _as_torch(make.linear(name), shape) for name in linears}
     for name, layer in made.items():
         _put(model, name, layer)

@@ -9,6 +9,6 @@ class MineForCausalLM(nn.Module):
 from penstock import register_model
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.conventions.caches import CacheInterface
-from penstock_lab.conventions.jetstream import AttentionKernel, Environment
+from penstock_lab.conventions.jetstream import AttentionKernel, Environment, Int8QuantizedLinear
 
-__all__ = ["AttentionKernel", "CacheInterface", "Environment", "ModelConfig", "register_model"]
+__all__ = ["AttentionKernel", "CacheInterface", "Environment", "Int8QuantizedLinear", "ModelConfig", "register_model"]

@@ -180,15 +180,29 @@ class RingCache(PlainCache):
     """A cache of the last `size` tokens, the token at position p in row p % size. `size` must be at least the window.
 
     New tokens see the old ones before they overwrite them, so a step may bring more tokens than the ring holds. With
-    `unroll`, rows are returned in the order of their positions, empty rows first; otherwise as they are stored.
+    `unroll`, rows are returned in the order of their positions, empty rows first; otherwise as they are stored. With
+    `lazy`, a step leaves the ring as it is, and its end stores the new tokens: call `finalize`, as in JetStream, where
+    one write for all layers is cheaper than one in each.
     """
 
-    def __init__(self, batch_size: int, num_kv_heads: int, size: int, head_dim: int, *, unroll: bool = False) -> None:
-        self._size, self._unroll = size, unroll
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        size: int,
+        head_dim: int,
+        *,
+        unroll: bool = False,
+        lazy: bool = False,
+    ) -> None:
+        self._size, self._unroll, self._lazy = size, unroll, lazy
+        self._pending: Tensor | None = None  # [2, B, n, Hkv, D], the new tokens that are not stored yet
         self._held = torch.full((batch_size, size), ABSENT)  # the position in each row
         self._kept = torch.zeros(2, batch_size, size, num_kv_heads, head_dim)  # keys, then values
 
     def begin(self, positions: Tensor) -> None:
+        if self._pending is not None:
+            raise InvalidRequestError("finalize: the tokens of the step before are not stored yet")
         self._new = positions
         stored = torch.arange(self._size).expand_as(self._held)
         self._order = self._held.argsort(dim=1, stable=True) if self._unroll else stored
@@ -197,13 +211,22 @@ class RingCache(PlainCache):
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         new = torch.stack([k, v]).transpose(2, 3).float()  # [2, B, n, Hkv, D]
         old = self._kept[:, torch.arange(len(k))[:, None], self._order]
+        self._pending = new
+        if not self._lazy:
+            self.finalize()
+        keys, values = torch.cat([old, new], dim=2).transpose(2, 3)
+        return keys, values
+
+    def finalize(self) -> None:
+        """Store the tokens that `update` has taken, if they are not stored yet."""
+        if self._pending is None:
+            return
         last = self._new.amax(dim=1, keepdim=True)
         row, column = ((self._new >= 0) & (self._new > last - self._size)).nonzero(as_tuple=True)
         at = self._new[row, column]
         self._held[row, at % self._size] = at
-        self._kept[:, row, at % self._size] = new[:, row, column]
-        keys, values = torch.cat([old, new], dim=2).transpose(2, 3)
-        return keys, values
+        self._kept[:, row, at % self._size] = self._pending[:, row, column]
+        self._pending = None
 
 
 class PrefillOnlyCache(PlainCache):

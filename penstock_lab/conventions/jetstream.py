@@ -16,7 +16,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,18 @@ from penstock import EngineError, InvalidRequestError, ModelLoadError, NotSuppor
 from penstock.config import DEGREES
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
+from penstock.kernels.reference.quantized_weights import quantize_int8
 from penstock.kernels.scheme import Scheme
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import ForwardContext
 from penstock.layers.swap import OverAxes, swap_linears
 from penstock.ranks.layers import RankFactory, Split
-from penstock.ranks.sharding import DIRECT, Part
+from penstock.ranks.sharding import DIRECT, Part, general
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.conventions.caches import CacheInterface, PagedCacheView
 from penstock_lab.conventions.sharded import Borders, Sharded, part, whole
+
+INT8 = Scheme.parse("int8-x3")  # of an Int8QuantizedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,18 @@ class Environment:
     def scheme(self) -> Scheme | None:
         """The quantisation of weights, or None. It is applied to every nn.Linear without further code."""
         return self.make.scheme
+
+    @property
+    def enable_weight_quantization(self) -> bool:
+        """Tell whether the engine quantises weights."""
+        return self.scheme is not None
+
+    @property
+    def sharding(self) -> dict[str, int | None]:
+        """The axis along which ranks split each parameter, by its name with * for numbers, as the sharding file or the
+        table says; None: every rank has the whole. Empty on a single device."""
+        cuts = {} if self.split is None else self.split.cuts
+        return {general(name): cut.axis if cut.ranges else None for name, cut in cuts.items()}
 
     @property
     def num_positions(self) -> int:
@@ -133,6 +148,48 @@ class ShardedProduct(OverAxes):
             return rows
         result = Sharded(rows, rows.ndim - 1, self.writes)
         return result if self.order is None else result.whole()[..., self.order]
+
+
+class Int8QuantizedLinear(nn.Linear):
+    """An nn.Linear with an int8 weight and a scale for each output channel, to be put in an nn.Linear's place by hand.
+
+    In a model that the engine serves, it becomes the engine's int8 product, also without the option `quantization`;
+    its activations are split into three int8 slices, close to float32, or as that option says if it is an int8 scheme.
+    Elsewhere plain torch computes it, with floating-point activations.
+
+    Attributes:
+        codes, scales: [N, K] int8 and [N] float32, once its weight has been quantised; `weight` is then None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> Self:
+        """Quantise the weight of a layer of torch's."""
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        made.quantize()
+        return made
+
+    def quantize(self) -> None:
+        """Replace the weight by its int8 codes and their scales."""
+        codes, scales = quantize_int8(self.weight.detach().float())
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+        self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute x @ W^T + bias, [..., K] -> [..., N], in the type of x. The first call quantises the weight."""
+        if self.weight is not None:
+            self.quantize()
+        rows = (x.float() @ self.codes.float().T) * self.scales
+        return (rows if self.bias is None else rows + self.bias.float()).to(x.dtype)
 
 
 class LayerCache(PagedCacheView):
@@ -262,7 +319,8 @@ def adapt(model: nn.Module, config: ModelConfig, make: LayerFactory) -> JetStrea
 
 
 def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory) -> nn.Module:
-    """Build the model without weights. Its nn.Linear become the engine's products, quantised as the table allows.
+    """Build the model without weights. Its nn.Linear become the engine's products, quantised as the table allows; its
+    Int8QuantizedLinear become int8 ones.
 
     Raises:
         NotSupportedError: layers have different windows or heads, for which one mask and shape do not suffice; or the
@@ -280,19 +338,29 @@ def build(model_class: type[nn.Module], config: ModelConfig, make: LayerFactory)
     with torch.device(str(make.ops.device)), _LayersOnMeta():
         model = model_class(config, Environment(config, make.ops, make))
     _check_linears(model, make)
-    if isinstance(make, RankFactory):
-        _swap_split(model, make)
-    else:
-        swap_linears(model, make)
+    own = make.scheme if make.scheme is not None and make.scheme.weight_bits == 8 else INT8
+    for kind, scheme in ((nn.Linear, make.scheme), (Int8QuantizedLinear, own)):
+        chosen = make if scheme is make.scheme else replace(make, scheme=scheme)
+        if isinstance(chosen, RankFactory):
+            made = _swap_split(model, chosen, kind)
+        else:
+            made = swap_linears(model, chosen, kind=kind)
+        floats = [
+            name
+            for name, layer in made.items()
+            if kind is not nn.Linear and layer.spec.packing.scheme is None and layer.spec.packing.coding is None
+        ]
+        if floats:
+            raise ModelLoadError(f"{floats[0]} is an Int8QuantizedLinear, but its table's row has no quant: true")
     return model
 
 
-def _swap_split(model: nn.Module, make: RankFactory) -> None:
-    """Replace the layers of a rank. What they exchange is decided by the tensors that they get (sharded.py), not by
-    wires."""
+def _swap_split(model: nn.Module, make: RankFactory, kind: type[nn.Linear]) -> dict[str, Any]:
+    """Replace the layers of a rank, and return them. What they exchange is decided by the tensors that they get
+    (sharded.py), not by wires."""
     split = make.split
     direct = {name: replace(cut, wiring=DIRECT) for name, cut in split.cuts.items()}
-    layers = swap_linears(model, replace(make, split=replace(split, cuts=direct)), ShardedProduct)
+    layers = swap_linears(model, replace(make, split=replace(split, cuts=direct)), ShardedProduct, kind)
     for name, layer in layers.items():
         cut = split.cuts[f"{name}.weight"]
         if not cut.ranges:
@@ -302,6 +370,7 @@ def _swap_split(model: nn.Module, make: RankFactory) -> None:
         layer.reads, layer.writes = (borders, None) if cut.is_summed else (None, borders)
         if len(cut.ranges) > 1:
             layer.order = torch.tensor([*chain(*columns)]).argsort()
+    return layers
 
 
 class _LayersOnMeta(TorchFunctionMode):

@@ -226,18 +226,27 @@ def differs(model: str, options: dict[str, Any], *, as_processes: bool) -> str |
     return None
 
 
+def requests(vocab_size: int) -> list[EngineRequest]:
+    """Make greedy and sampled requests, long and short, with log-probabilities."""
+    made = []
+    for index, length in enumerate((3, 70, 70, 18)):
+        prompt = [(7 + 5 * index // 2 + 31 * place) % vocab_size for place in range(length)]
+        params = SamplingParams(
+            max_tokens=8, ignore_eos=True, logprobs=2, temperature=float(index % 2), seed=index,
+            prompt_logprobs=1 if index == 3 else None,
+        )  # fmt: skip
+        made.append(EngineRequest(str(index), prompt, params))
+    return made
+
+
 def answers(config: EngineConfig, start: StartRanks = start_ranks) -> dict[str, Received]:
-    """Ask an engine greedy and sampled requests, long and short, with log-probabilities."""
+    """Ask an engine for answers to `requests`."""
     engine = build_engine(config, start=start).engine
-    found = {str(index): Received() for index in range(4)}
+    found: dict[str, Received] = {}
     try:
-        for index, length in enumerate((3, 70, 70, 18)):
-            prompt = [(7 + 5 * index // 2 + 31 * place) % engine.vocab_size for place in range(length)]
-            params = SamplingParams(
-                max_tokens=8, ignore_eos=True, logprobs=2, temperature=float(index % 2), seed=index,
-                prompt_logprobs=1 if index == 3 else None,
-            )  # fmt: skip
-            engine.add_request(EngineRequest(str(index), prompt, params))
+        for request in requests(engine.vocab_size):
+            found[request.request_id] = Received()
+            engine.add_request(request)
         while engine.has_work:
             for output in engine.step():
                 found[output.request_id].add(output)

@@ -73,6 +73,8 @@ class Plain:
 
     def begin(self, positions: Tensor) -> tuple[Sequence[CacheInterface], Tensor]:
         for cache in self.caches:
+            if isinstance(cache, RingCache):
+                cache.finalize()  # the step before, if it is lazy
             cache.begin(positions)
         return self.caches, visible(positions, self.caches[0].key_positions, self.window)
 
@@ -150,6 +152,7 @@ KEPT: dict[str, Callable[[int | None], Any]] = {
     "contiguous": lambda window: Plain(lambda: ContiguousCache(B, HKV, MAX_LEN, D), window),
     "prefill only": lambda window: Plain(PrefillOnlyCache, window),
     "ring": lambda window: Plain(lambda: RingCache(B, HKV, window or MAX_LEN, D), window),
+    "lazy ring": lambda window: Plain(lambda: RingCache(B, HKV, window or MAX_LEN, D, lazy=True), window),
     "rolling": lambda window: Plain(lambda: RingCache(B, HKV, window or MAX_LEN, D, unroll=True), window),
     "paged": lambda window: Paged(ReferenceOps(torch.float32), torch.float32, window),
     "paged ring": lambda window: Paged(ReferenceOps(torch.float32), torch.float32, window, ring=16 if window else 64),
@@ -177,6 +180,26 @@ def test_any_cache_under_a_hand_written_model(kind: str, window: int | None) -> 
             _, found_logits = generate(ROUNDED[kind](window), 24, chunk, forced=tokens)
             error = (found_logits - logits).abs().max() / logits.abs().max()
             assert 1e-5 < error < 0.01, f"chunks of {chunk}: {error}"
+
+
+@pytest.mark.covers("J22")
+def test_a_lazy_ring_is_written_at_the_end_of_a_step() -> None:
+    """Guards against a lazy update that writes at once, that loses a step without `finalize`, or whose next step sees
+    something else than that of a ring that is written at once."""
+    eager, lazy = (RingCache(1, 1, 3, 4, lazy=is_lazy) for is_lazy in (False, True))
+    for step in range(5):
+        before = lazy._kept.clone()
+        new = torch.full((1, 1, 1, 4), float(step + 1))
+        for ring in (eager, lazy):
+            ring.begin(torch.tensor([[step]]))
+        assert torch.equal(lazy.key_positions, eager.key_positions)
+        assert all(map(torch.equal, lazy.update(new, -new), eager.update(new, -new)))
+        assert torch.equal(lazy._kept, before)
+        assert not torch.equal(lazy._kept, eager._kept)
+        with pytest.raises(InvalidRequestError, match="finalize"):
+            lazy.begin(torch.tensor([[step + 1]]))
+        lazy.finalize()
+        assert torch.equal(lazy._kept, eager._kept)
 
 
 @pytest.mark.covers("M15")

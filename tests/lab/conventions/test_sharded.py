@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.assembly import build_engine
 from penstock.config import EngineConfig
+from penstock_lab.conventions.jetstream import Int8QuantizedLinear
 from penstock_lab.conventions.sharded import Borders, Sharded, part, whole
 from penstock_lab.prove import tiny_models
-from penstock_lab.prove.parallel import BASE, LocalGroup, answers, draw_map, start_threads
+from penstock_lab.prove.parallel import BASE, LocalGroup, Received, answers, draw_map, requests, start_threads
 from tests.kernels.packed import levels
 from tests.lab.compat.user_file import imported
 from tests.ranks.test_sharding_map import JETSTREAM
@@ -102,9 +105,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "gemma.yaml").write_text(TABLE)
     with_file: list[Any] = []
 
-    def make(hint: str = NO_HINT) -> dict[str, Any]:
+    def make(hint: str = NO_HINT, source: str = GEMMA) -> dict[str, Any]:
         file = tmp_path / f"gemma_{len(with_file)}.py"
-        file.write_text(GEMMA.replace('version="ported"', f'version="ported{len(with_file)}"') + hint)
+        file.write_text(source.replace('version="ported"', f'version="ported{len(with_file)}"') + hint)
         with_file.append(imported(file, monkeypatch))
         with_file[-1].__enter__()
         version = f"ported{len(with_file) - 1}"
@@ -173,6 +176,89 @@ def HINT(env, x):
     plain, _ = run(model(), tensor_parallel_size=2)
     assert plain == expected
     assert received[0] < received[2] < received[1]  # split anew, it is gathered twice
+
+
+@pytest.mark.covers("J15")
+def test_layers_swapped_by_hand_are_int8(model: Any) -> None:
+    """Guards against an Int8QuantizedLinear that stays in floating point, or that ranks split otherwise; all swapped,
+    a model answers as with the option `quantization`, which replaces its scheme of activations."""
+    options = model()
+    plain, _ = run(options)
+    source = GEMMA.replace("nn.Linear(", "Linear(").replace("intermediate_size)", "intermediate_size, True)")
+    source = source.replace(
+        "config.intermediate_size, config.hidden_size)", "config.intermediate_size, config.hidden_size, True)"
+    )
+    by_hand = model(source="from penstock_lab.compat.jetstream import Int8QuantizedLinear as Linear\n" + source)
+    found, _ = run(by_hand)
+    assert found != plain
+    assert found == run(options, quantization="int8-x3")[0]
+    assert found == run(by_hand, tensor_parallel_size=2)[0]
+    fast = run(options, quantization="int8")[0]
+    assert fast != found
+    assert run(by_hand, quantization="int8")[0] == fast
+
+
+@pytest.mark.covers("J15")
+def test_a_linear_quantised_outside_the_engine() -> None:
+    """Guards against another rounding than to the nearest of 255 steps of each row, a bias that is lost, and a weight
+    that stays beside its codes."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(48, 20, dtype=torch.bfloat16), torch.randn(2, 3, 48)
+    made = Int8QuantizedLinear.from_linear(linear)
+    weight = linear.weight.detach().float()
+    steps = weight.abs().amax(dim=1) / 127
+    rounded = made.codes * steps[:, None]
+    assert ((rounded - weight).abs() <= 0.5001 * steps[:, None]).all()
+    torch.testing.assert_close(made(x), x @ rounded.T + linear.bias.float(), atol=1e-5, rtol=1e-5)
+    assert made(x.bfloat16()).dtype == torch.bfloat16
+    sizes = [sum(item.nbytes for item in layer.state_dict().values()) for layer in (made, linear)]
+    assert sizes == [48 * 20 + 4 * 20 + 2 * 20, 2 * 48 * 20 + 2 * 20]
+    by_hand = Int8QuantizedLinear(48, 20, bias=True)
+    by_hand.load_state_dict({name: value.float() for name, value in linear.state_dict().items()})
+    assert torch.equal(by_hand(x), made(x))
+
+
+@pytest.mark.covers("J14")
+def test_two_environments_in_one_process(model: Any, tmp_path: Path) -> None:
+    """Guards against an environment that is shared: two models of one class at the same time, each with its own
+    quantisation, sharding and number of ranks, which their constructors see, answer as they do alone."""
+    seen = """
+ENVIRONMENTS = []
+def HINT(env, x):
+    ENVIRONMENTS.append((env.enable_weight_quantization, env.scheme and env.scheme.name, env.sharding))
+    return x
+"""
+    options, files = model(seen), []
+    for name, axis in (("whole", -1), ("split", 1)):
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(JETSTREAM.replace("mlp.down_proj.weight : 1", f"mlp.down_proj.weight : {axis}"))
+    own: list[dict[str, Any]] = [
+        {"tensor_parallel_size": 2, "sharding_config": str(files[0])},
+        {"tensor_parallel_size": 4, "sharding_config": str(files[1]), "quantization": "int8"},
+    ]
+    alone = [run(options, **more)[0] for more in own]
+    noted = sys.modules["gemma_0"].ENVIRONMENTS
+    noted.clear()
+    configs = [EngineConfig.from_options(**options | more) for more in own]
+    engines = [build_engine(config, start=start_threads).engine for config in configs]
+    found: list[dict[str, Received]] = [{}, {}]
+    try:
+        for engine, received in zip(engines, found, strict=True):
+            received |= {item.request_id: Received() for item in requests(engine.vocab_size)}
+            for item in requests(engine.vocab_size):
+                engine.add_request(item)
+        while any(engine.has_work for engine in engines):
+            for engine, received in zip(engines, found, strict=True):
+                for output in engine.step() if engine.has_work else ():
+                    received[output.request_id].add(output)
+    finally:
+        for engine in engines:
+            engine.executor.shutdown()
+    assert found == alone
+    assert alone[0] != alone[1]
+    down = "layers.*.mlp.down_proj.weight"
+    assert {(is_on, name, axes[down]) for is_on, name, axes in noted} == {(False, None, None), (True, "int8", 1)}
+    assert noted[0][2]["layers.*.self_attn.wq.weight"] == 0
 
 
 def on_ranks(work: Any, size: int = 2) -> list[Any]:
