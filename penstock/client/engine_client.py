@@ -61,6 +61,7 @@ class EngineStatus:
     stats: EngineStats = field(default_factory=EngineStats)
     journal_requests: int = 0  # engine requests that run or wait
     journal_tokens: int = 0  # tokens received for them
+    unread_tokens: int = 0  # tokens and log-probabilities of streams that wait for their readers
     queued_tokens: float = 0.0  # tokens still to be computed for them, as far as can be foreseen
     num_aborted_total: int = 0  # requests that ended because their caller left
     planned_memory: dict[str, int] = field(default_factory=dict)  # bytes by purpose (assembly/memory.py)

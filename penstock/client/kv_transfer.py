@@ -186,8 +186,19 @@ class RemotePrefill:
         if self._router is None:
             self._router = Router(blocks.block_size)
         self.status.num_prompts += 1
+        self.status.num_transferring += 1
+        try:
+            await self._fetch_somewhere(self._router, request, blocks, hashes)
+        finally:
+            self.status.num_transferring -= 1
+
+    async def _fetch_somewhere(
+        self, router: Router[str], request: EngineRequest, blocks: KVBlocks, hashes: list[bytes]
+    ) -> None:
+        """Ask servers, one after the other, until one has given the blocks or none is left."""
+        token_ids = request.prompt_token_ids
         tried: set[str] = set()
-        while (server := self._choose(self._router, hashes, len(token_ids), tried)) is not None:
+        while (server := self._choose(router, hashes, len(token_ids), tried)) is not None:
             tried.add(server.url)
             server.num_tokens += len(token_ids)
             try:
@@ -196,7 +207,7 @@ class RemotePrefill:
             except FAILURES as error:
                 self.status.num_failures += 1
                 server.retry_at = time.monotonic() + RETRY_S
-                self._router.forget(server.url)
+                router.forget(server.url)
                 reason = str(error) or type(error).__name__
                 LOGGER.warning("prefill server %s: %s; it is asked again in %g s", server.url, reason, RETRY_S)
             finally:

@@ -119,6 +119,7 @@ class ProcessClient:
             state=EngineState.DRAINING if self._draining and state is EngineState.READY else state,
             journal_requests=self._requests.num_running,
             journal_tokens=self._requests.num_tokens,
+            unread_tokens=sum(request.mailbox.num_unread for request in self._requests),
             num_aborted_total=self._num_aborted,
             remote_prefill=None if self._transfer is None else self._transfer.status,
         )

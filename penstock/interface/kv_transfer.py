@@ -66,11 +66,13 @@ class RemotePrefillStatus:
     """Counts of the prompts and blocks handed over since the start.
 
     Attributes:
+        num_transferring: prompts that wait now for the blocks of a server, the transfer backlog.
         num_prompts: prompts for which a server was asked.
         num_failures: times that a server could not be reached, or broke off.
         num_blocks, num_bytes: what was fetched, without blocks in a directory shared with the server.
     """
 
+    num_transferring: int = 0
     num_prompts: int = 0
     num_failures: int = 0
     num_blocks: int = 0

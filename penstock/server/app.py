@@ -221,6 +221,7 @@ async def status(request: Request) -> Response:
     answer = {
         "engine": shown_process(replace(now, state=EngineState.DRAINING) if draining else now),
         **shown_stats(now.stats),
+        "unread_tokens": now.unread_tokens,
         "memory": shown_memory(now),
         "journal": {"requests": now.journal_requests, "tokens": now.journal_tokens, "file": context.kept.status()},
         "prefixes": [use_object(use) for use in prefixes],

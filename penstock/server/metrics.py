@@ -182,6 +182,17 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "penstock_journal_tokens", "Tokens in the journal of open requests", value=status.journal_tokens
         )
+        yield GaugeMetricFamily(
+            "penstock_unread_tokens",
+            "Tokens and log-probabilities of streams that wait for their readers",
+            value=status.unread_tokens,
+        )
+        remote = status.remote_prefill
+        yield GaugeMetricFamily(
+            "penstock_requests_transferring",
+            "Prompts that wait for blocks that another server computes or sends",
+            value=0 if remote is None else remote.num_transferring,
+        )
         pins = CounterMetricFamily("penstock_pinned_prefix_hits", "Requests that found a pinned prefix", labels=["pin"])
         for use in self._client.pinned_prefixes():
             pins.add_metric([use.name or ""], use.hits)

@@ -122,9 +122,13 @@ class FakePrefillServer:
             Route("/v1/kv/prefill", self.prefill, methods=["POST"]),
             Route("/v1/kv/blocks", self.blocks, methods=["POST"]),
         ]
+        self.status: Any = None  # of the decode server, while it asks
+        self.backlog: list[int] = []
         self.transport = httpx.ASGITransport(Starlette(routes=routes))
 
     async def prefill(self, request: Request) -> Response:
+        if self.status is not None:
+            self.backlog.append(self.status.num_transferring)
         return Response(b"\n".join(self.lines) + b"\n", headers=self.headers)
 
     async def blocks(self, request: Request) -> Response:
@@ -166,9 +170,11 @@ CASES = {
 }
 
 
+@pytest.mark.covers("J23")
 @pytest.mark.parametrize("case", CASES)
 def test_whatever_it_answers(case: str, tmp_path: Path) -> None:
-    """Guards against an answer that raises, hangs, or leaves a block that is not what was computed."""
+    """Guards against an answer that raises, hangs, or leaves a block that is not what was computed, and
+    against a prompt that stays in the transfer backlog, or never was there."""
     server, num_blocks, num_failures = CASES[case]
     source, target = (KVBlocks(BlockDirectory(str(tmp_path / n), "penstock-x", 10**6, [4, 4]), 16) for n in "ab")
     request = EngineRequest("1", PROMPT[:70], SamplingParams(), cache_salt="s")
@@ -179,12 +185,14 @@ def test_whatever_it_answers(case: str, tmp_path: Path) -> None:
     async def fetch() -> RemotePrefill:
         options = KVTransferOptions("decode", ("http://prefill",))
         remote = RemotePrefill(options, transport=server.transport)
+        server.status, server.backlog = remote.status, []
         await remote.fetch(request, target)
         await remote.close()
         return remote
 
     status = asyncio.run(fetch()).status
     assert (status.num_blocks, status.num_failures, status.num_prompts) == (num_blocks, num_failures, 1)
+    assert (server.backlog, status.num_transferring) == ([1], 0)
     names = [name for block_hash in hashes for name, _ in target.names(block_hash)]
     assert [target.files.read_whole(name) for name in names if target.files.has(name)] == [
         source.files.read_whole(name) for name in names if target.files.has(name)

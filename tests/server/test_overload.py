@@ -20,7 +20,7 @@ from penstock.errors import EngineOverloadedError
 from penstock.server.middleware import MAX_REFUSAL_LINES, _RefusalLines
 from penstock_lab.prove.servers import QUICK
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
-from tests.server.harness import QUIET, WAIT_S, RunningServer, app_client, get, send, stream, wait_until
+from tests.server.harness import QUIET, WAIT_S, RunningServer, app_client, get, samples, send, stream, wait_until
 from tests.server.test_sockets import post
 
 BODY = {"prompt": "a", "max_tokens": 5}
@@ -139,9 +139,10 @@ def test_large_calls_do_not_keep_a_small_one_out(server: RunningServer) -> None:
     wait_until(lambda: get(f"{server.url}/status").json()["journal"]["requests"] == 0)
 
 
+@pytest.mark.covers("J23")
 def test_a_stream_that_nobody_reads_is_paused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against computing, and holding in memory, all of an answer for a client that takes nothing of it; and
-    against losing or repeating a token when it begins to read."""
+    against losing or repeating a token when it begins to read. What it has not read is the backlog behind the engine."""
     monkeypatch.setattr(process, "MAX_UNREAD", 256)
     body = {"n": 4, "max_tokens": 250, "ignore_eos": True, "logprobs": 3, "seed": 5, "temperature": 1}
     expected = completion(server, **body)["choices"]
@@ -155,7 +156,9 @@ def test_a_stream_that_nobody_reads_is_paused(server: RunningServer, monkeypatch
         wait_until(lambda: is_paused(server))
         generated = get(f"{server.url}/status").json()["generated_tokens_total"] - before
         assert 0 < generated < 750
+        assert 256 < unread(server)
         received = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    wait_until(lambda: unread(server) == 0)
     texts = dict.fromkeys(range(4), "")
     logprobs: dict[int, list[float]] = {index: [] for index in range(4)}
     for line in received.decode().splitlines():
@@ -167,6 +170,13 @@ def test_a_stream_that_nobody_reads_is_paused(server: RunningServer, monkeypatch
     for choice in expected:
         assert texts[choice["index"]] == choice["text"]
         assert logprobs[choice["index"]] == choice["logprobs"]["token_logprobs"]
+
+
+def unread(server: RunningServer) -> int:
+    """The tokens that wait for readers: as /status and, where nothing else happens, /metrics say."""
+    shown: int = get(f"{server.url}/status").json()["unread_tokens"]
+    assert samples(get(f"{server.url}/metrics").text, "demo")["penstock_unread_tokens"] == shown
+    return shown
 
 
 def is_paused(server: RunningServer) -> bool:
