@@ -12,6 +12,7 @@ import math
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -27,8 +28,10 @@ from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.scripted import ScriptedServer
 from penstock_lab.prove.servers import Server, serve, wait_until
 
-MAX_SLOPE = 1 << 20  # bytes per SLOPE_REQUESTS
+MAX_SLOPE, MAX_MIXED_SLOPE = 1 << 20, 10 << 20  # bytes per SLOPE_REQUESTS; the latter with answers that are stored
 SLOPE_REQUESTS = 100_000
+COMPLETION_SHARE = 0.6  # of the requests to servers; of the others, half are responses, and half come back to a stream
+DELETED_SHARE = 0.95  # of the stored responses
 OVER_HTTP = 1 / 11  # share of the requests
 IN_PROCESS_TIME = 0.6  # share of the time that the requests in this process may take
 LEAVE_SHARE = 0.1  # share of the clients that leave
@@ -69,7 +72,9 @@ class LongRun:
         asyncio.run(_without_sockets(trials, until=time.monotonic() + trials.seconds_left * IN_PROCESS_TIME))
         with contextlib.ExitStack() as stack:
             number = DEMO_SERVERS if trials.subject.model == "demo" else 1
-            started = [stack.enter_context(serve(trials.subject, *FLAGS)) for _ in range(number)]
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            journals = [f"--journal={folder}/{index}" for index in range(number)]
+            started = [stack.enter_context(serve(trials.subject, *FLAGS, journal)) for journal in journals]
             lock = threading.Lock()
             days = [_OverHttp(trials, server, random.Random(trials.random.random()), lock) for server in started]
             with ThreadPoolExecutor(number) as threads:
@@ -79,7 +84,9 @@ class LongRun:
         trials.figure("clients_that_left", sum(day.num_left for day in days))
         trials.figure("kills", sum(day.num_kills for day in days))
         warm = [[point for point in day.points if point[0] >= SERVER_WARM_UP] for day in days]
-        _judge_slope(trials, "server_memory", max(warm, key=lambda points: slope(points) or -math.inf))
+        steepest = max(warm, key=lambda points: slope(points) or -math.inf)
+        judge_slope(trials, "server_memory", steepest, MAX_MIXED_SLOPE)
+        trials.figure("server_memory_most_mib", max(size for day in days for _, size in day.points) / 2**20)
 
 
 async def _without_sockets(trials: Trials, *, until: float) -> None:
@@ -106,7 +113,7 @@ async def _without_sockets(trials: Trials, *, until: float) -> None:
             trials.wrong(f"after {tried} requests: {left}")
         gc.collect()
         points.append((tried, memory_bytes(os.getpid())))
-    _judge_slope(trials, "memory", points)
+    judge_slope(trials, "memory", points, MAX_SLOPE)
 
 
 class _OverHttp:
@@ -164,7 +171,19 @@ class _OverHttp:
                     self._trials.wrong(f"{content}: {type(error).__name__}: {error}")
 
     def _send(self, content: dict[str, Any], *, leaves: bool) -> None:
-        with self._http.stream("POST", "/v1/completions", json={**content, "stream": leaves}) as answer:
+        kind = self._random.random()
+        if kind < COMPLETION_SHARE or leaves:
+            self._complete(content, leaves=leaves)
+        elif kind < (COMPLETION_SHARE + 1) / 2:
+            self._respond(in_background=self._random.random() < 0.5)
+        else:
+            self._come_back(content)
+
+    def _complete(self, content: dict[str, Any], *, leaves: bool) -> None:
+        path, stored = "/v1/completions", {"resumable": True} if self._random.random() < 0.5 else {}
+        with self._http.stream(
+            "POST", path, json={**content, "stream": leaves, **(stored if leaves else {})}
+        ) as answer:
             if leaves:
                 next(answer.iter_bytes(), None)
                 with self._lock:
@@ -173,6 +192,25 @@ class _OverHttp:
             body = answer.read()
         if answer.status_code != 200:
             raise EngineError(f"{answer.status_code}: {body[:300]!r}")
+
+    def _respond(self, *, in_background: bool) -> None:
+        """Store a response, fetch it, and delete most of them: those of a whole day would fill the store."""
+        body = {"input": "Hi", "max_output_tokens": self._random.randrange(1, 12), "metadata": {"a": "b" * 200}}
+        answer = self._http.post("/v1/responses", json={**body, "background": in_background})
+        path = f"/v1/responses/{answer.raise_for_status().json()['id']}"
+        self._http.get(path).raise_for_status()
+        if self._random.random() < DELETED_SHARE:
+            self._http.delete(path).raise_for_status()
+
+    def _come_back(self, content: dict[str, Any]) -> None:
+        """Leave a stream after an event, and continue it."""
+        body, last = {**content, "stream": True, "resumable": True}, ""
+        with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("id: "):
+                    last = line[4:]
+                    break
+        self._http.post("/v1/completions", json=body, headers={"Last-Event-ID": last}).raise_for_status()
 
     def _kill(self) -> None:
         """Kill the engine, if it is there, once it may be killed again; do nothing if the time is up before."""
@@ -210,11 +248,11 @@ def slope(points: Sequence[tuple[int, int]]) -> float | None:
     return SLOPE_REQUESTS * sum((x - mean_x) * (y - mean_y) for x, y in counted) / over
 
 
-def _judge_slope(trials: Trials, name: str, points: Sequence[tuple[int, int]]) -> None:
+def judge_slope(trials: Trials, name: str, points: Sequence[tuple[int, int]], most: int) -> None:
     """Report the slope. It is judged only if it was measured over SLOPE_REQUESTS; before that, caches still fill."""
     found = slope(points)
     if found is None:
         return
     trials.figure(f"{name}_mib_per_100k", found / 2**20)
-    if points[-1][0] >= SLOPE_REQUESTS and found > MAX_SLOPE:
+    if points[-1][0] >= SLOPE_REQUESTS and found > most:
         trials.wrong(f"{name} grows by {found / 2**20:.2f} MiB per {SLOPE_REQUESTS} requests")

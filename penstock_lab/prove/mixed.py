@@ -25,6 +25,7 @@ from penstock.errors import PenstockError
 from penstock_lab.prove.attacks.attack import BODIES, judge
 from penstock_lab.prove.hostile import ALLOWED_STATUSES, JSON_HEADER, BodyMaker
 from penstock_lab.prove.levels import memory_bytes
+from penstock_lab.prove.long_run import MAX_MIXED_SLOPE, judge_slope
 from penstock_lab.prove.mutations import BAD_VALUES, Mutator
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.scripted import OPTIONS, Response, ScriptedServer
@@ -224,18 +225,20 @@ class MixedRequests:
     async def _run(self, trials: Trials) -> None:
         maker = RequestMaker(trials.random)
         statuses: Counter[int] = Counter()
-        with _key_file() as keys:
+        with _files() as (keys, journal):
             options = replace(
-                OPTIONS, api_key_file=keys, max_kept_bytes=KEPT_BYTES, max_inflight_body_bytes=BODY_BYTES,
-                resume_grace_s=5.0, response_retention_s=30.0,
+                OPTIONS, api_key_file=keys, journal=journal, max_kept_bytes=KEPT_BYTES,
+                max_inflight_body_bytes=BODY_BYTES, resume_grace_s=5.0, response_retention_s=30.0,
             )  # fmt: skip
             server = ScriptedServer(trials.subject.model, options, compiles_forms=True)
+            server.app.state.context.kept.start()
             memory = _Memory(trials, server)
             while trials.go_on():
                 await self._round(trials, server, maker, statuses)
-                memory.begin()
+                memory.note_round()
             await memory.report()
             await _settle(trials, server)
+            await server.app.state.context.kept.close()
             await server.client.shutdown()
         for status, count in sorted(statuses.items()):
             trials.figure(f"answers_{status}", count)
@@ -293,9 +296,11 @@ class _Memory:
         self._context = server.app.state.context
         self._task: asyncio.Task[None] | None = None
         self._first = self._most = self._most_kept = self._readings = 0
+        self._points: list[tuple[int, int]] = []  # requests and bytes after each round
 
-    def begin(self) -> None:
-        """Take the memory after the first round as the level from which it grows."""
+    def note_round(self) -> None:
+        """Note the memory after a round. That after the first is the level from which it grows."""
+        self._points.append((self._trials.outcome.tried, memory_bytes(os.getpid())))
         if self._task is None:
             self._first = memory_bytes(os.getpid())
             self._task = asyncio.create_task(self._watch())
@@ -319,6 +324,7 @@ class _Memory:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._read()
+        judge_slope(self._trials, "memory", self._points, MAX_MIXED_SLOPE)
         self._trials.figure("memory_readings", self._readings)
         self._trials.figure("memory_first_mib", self._first / MIB)
         self._trials.figure("memory_most_mib", self._most / MIB)
@@ -338,8 +344,9 @@ async def _settle(trials: Trials, server: ScriptedServer) -> None:
 
 
 @contextlib.contextmanager
-def _key_file() -> Iterator[str]:
+def _files() -> Iterator[tuple[str, str]]:
+    """Name a file of keys and one for the journal."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.toml"
         path.write_text("".join(f'[{name}]\nkey = "{KEYS[name]}"\n{rules}\n' for name, rules in RULES.items()))
-        yield str(path)
+        yield str(path), f"{folder}/journal"
