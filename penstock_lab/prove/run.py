@@ -24,6 +24,7 @@ from penstock_lab.prove.records import Replays
 from penstock_lab.prove.same_bits import SameBits
 from penstock_lab.prove.server_deaths import ServerDeaths
 from penstock_lab.prove.shutdown import Drains
+from penstock_lab.prove.tenants import Tenants
 from penstock_lab.prove.together import Together
 
 PROOFS: tuple[Proof, ...] = (
@@ -45,6 +46,7 @@ PROOFS: tuple[Proof, ...] = (
     MixedRequests(),
     HostileFiles(),
     LoopHolds(),
+    Tenants(),
     LongRun(),
     MemoryPlanProof(),
     Replays(),
