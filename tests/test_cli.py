@@ -425,3 +425,23 @@ def test_quantization_file_names_one_gguf_file_of_several(tmp_path: Path, capsys
     error = capsys.readouterr().err
     assert "model-Q8_0.gguf" in error
     assert "Q4_0" not in error
+
+
+INTERRUPTED = """
+import signal, sys
+from penstock.__main__ import main
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "penstock.cli.main":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+main()
+"""
+
+
+def test_ctrl_c_while_python_imports_leaves_no_traceback() -> None:
+    """Guards against a traceback of whatever is being imported when a user changes their mind at once."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")

@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
@@ -345,7 +346,7 @@ class Choice:
 
     def __init__(self, owner: OpenRequest, request: EngineRequest) -> None:
         params = owner.params
-        self.owner = owner
+        self._owner = weakref.ref(owner)  # which has this choice: a cycle would wait for the garbage collector
         self.request = request
         self.token_ids: list[int] = []
         self.sampler_state = request.sampler_state
@@ -367,6 +368,12 @@ class Choice:
         self._logprobs: list[LogprobsAt] | None = None if params.logprobs is None else []
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         self._num_sent = 0  # tokens returned in DELTA mode
+
+    @property
+    def owner(self) -> OpenRequest:
+        owner = self._owner()
+        assert owner is not None, "a choice is used only while its request is open"
+        return owner
 
     def enter(self, state: IntervalKind, at: float) -> None:
         """Note in the timeline the state from the time `at` on, whatever an engine has reported."""

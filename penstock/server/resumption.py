@@ -64,8 +64,12 @@ async def keep(
         timeout_s=log.timeout_s,
     )
     call = await context.kept.begin(begun, log.lease)
-    generation = _generation(context, call, log)
-    context.kept.run(call, context.sources[kind](context, call, generation))
+    try:
+        source = context.sources[kind](context, call, _generation(context, call, log))
+    except BaseException:  # what the call holds of its key's account is given back
+        context.kept.remove(call)
+        raise
+    context.kept.run(call, source)
     return call
 
 

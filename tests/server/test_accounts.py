@@ -81,6 +81,19 @@ def test_an_abandoned_stream_keeps_its_place(server: RunningServer) -> None:
     assert send(f"{server.url}/v1/completions", json=body, headers=bearer(ALICE)).status_code == 429
 
 
+def test_a_call_that_cannot_be_begun_gives_back_what_it_held(server: RunningServer, monkeypatch: Any) -> None:
+    """Guards against a call that stays in the table, and a place of its key, when its source cannot be made."""
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("scripted")
+
+    monkeypatch.setattr(server._serving._app.state.context, "sources", {"responses": fails})
+    for _ in range(3):  # more than the key may have open
+        assert post(server, ALICE).status_code == 500
+    assert account(server, ALICE).num_open == 0
+    assert (len(server.kept), server.kept._unfinished.used, server.kept._bytes.used) == (0, 0, 0)
+
+
 def test_one_key_does_not_take_all_places_of_background_calls(server: RunningServer, monkeypatch: Any) -> None:
     """Guards against small calls of one key after which no other key gets an answer."""
     server.client.behaviour = Behaviour(hang_at=1)

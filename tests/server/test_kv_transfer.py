@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import AsyncLLM, InvalidRequestError, SamplingParams
+from penstock.client import kv_transfer
 from penstock.client.kv_transfer import KVBlocks, RemotePrefill
 from penstock.interface.kv_transfer import KVTransferOptions, Progress
 from penstock.interface.messages import BlockDirectory, EngineRequest
@@ -198,6 +199,24 @@ def test_whatever_it_answers(case: str, tmp_path: Path) -> None:
         source.files.read_whole(name) for name in names if target.files.has(name)
     ]
     assert sum(target.files.has(name) for name in names) == num_blocks
+
+
+def test_a_server_that_stands_still_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a server that reports the same progress again and again, for which a prompt waits for ever."""
+    monkeypatch.setattr(kv_transfer, "STANDSTILL_S", -1.0)  # it stands still with the first line that brings nothing
+    server = FakePrefillServer([Progress(1), Progress(2), Progress(2), Progress(4, done=True)])
+    source, target = (KVBlocks(BlockDirectory(str(tmp_path / n), "penstock-x", 10**6, [4, 4]), 16) for n in "ab")
+    request = EngineRequest("1", PROMPT[:70], SamplingParams())
+    server.fill(source, source.hashes(request.prompt_token_ids, None))
+
+    async def fetch() -> RemotePrefill:
+        remote = RemotePrefill(KVTransferOptions("decode", ("http://prefill",)), transport=server.transport)
+        await remote.fetch(request, target)
+        await remote.close()
+        return remote
+
+    status = asyncio.run(fetch()).status
+    assert (status.num_blocks, status.num_failures) == (4, 1)
 
 
 def test_a_server_that_failed_is_left_alone(tmp_path: Path) -> None:
