@@ -35,6 +35,7 @@ from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.host import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
 from penstock.kernels.scheme import GROUP_SIZES, SLICES, Scheme
+from penstock.kernels.triton import device as gpu
 
 if TYPE_CHECKING:
     from penstock.kernels.coding import Coding
@@ -51,10 +52,14 @@ DEGREES = (1, 2, 4, 8)  # numbers of parts into which ranks split a model: the d
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority", "length_classes", "fair", "deadline")
 KERNELS = ("auto", "reference", "cpu", "triton")
+TRITON = "triton"
 BLOCK_SIZE_UNIT = 16  # kernels read whole groups of 16 cached tokens
+BLOCK_SIZE_UNITS = {TRITON: gpu.TILE}  # where they read larger ones
 KV_CACHE_SLICES = {"bfloat16": 2, "float32": 3}  # int8 slices per query over an int8 cache, by the model's dtype
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+# max_num_seqs and max_num_batched_tokens: what fills a device, and what a step may take without streams' noticing it
+DEFAULT_LIMITS = {TRITON: (256, 8192)}
+OTHER_LIMITS = 32, 2048
 DEFAULT_OFFLOAD_DIR_BYTES = 16 * 2**30
 MAX_CONTEXT = 2**24
 BLOCK_SIZES = range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT)
@@ -67,6 +72,17 @@ SMALL_MATRIX = 2**19  # elements of an MLP matrix; one thread reads and multipli
 
 Choices = dict[str, tuple[Any, str]]  # option -> the chosen value, and why
 Part = TypeVar("Part", "CacheConfig", "SchedulerConfig", "NumericsConfig")
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines that share a machine: how many there are, and the number of the one that is meant."""
+
+    count: int = 1
+    number: int = 0
+
+
+ONE_ENGINE = Engines()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +98,7 @@ class CacheConfig:
     block_size: int | None = option(
         None,
         BLOCK_SIZES,
-        f"tokens per cache block, a multiple of 16; {ONE_BLOCK}: one block per request (default: 16)",
+        f"tokens per cache block, a multiple of 16; {ONE_BLOCK}: one block per request (default: 16, or 128 on a GPU)",
         words=(ONE_BLOCK,),
     )
     kv_cache_dtype: str = option("auto", KV_CACHE_DTYPES, "type of the cached keys and values")
@@ -119,13 +135,19 @@ class CacheConfig:
         names = ("kv_offload_dir", "kv_offload_memory_bytes")
         return next((name for name in names if getattr(self, name) is not None), None)
 
-    def resolve(self, max_model_len: int, dtype: str) -> tuple["CacheConfig", dict[str, str]]:
-        """Replace open values by chosen ones, and give the reason of each choice."""
+    def resolve(self, max_model_len: int, dtype: str, kernels: str) -> tuple["CacheConfig", dict[str, str]]:
+        """Replace open values by chosen ones, and give the reason of each choice.
+
+        Raises:
+            InvalidRequestError: block_size does not fit the kernels, or a request that is one block the offloading.
+        """
         choices: Choices = {}
+        unit = BLOCK_SIZE_UNITS.get(kernels, BLOCK_SIZE_UNIT)
         if self.block_size is None:
-            choices["block_size"] = DEFAULT_BLOCK_SIZE, "the default"
+            why = "the default" if unit <= DEFAULT_BLOCK_SIZE else f"what kernels = {kernels} read at a time"
+            choices["block_size"] = max(DEFAULT_BLOCK_SIZE, unit), why
         elif self.block_size >= max_model_len:
-            block_size = -(-max_model_len // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
+            block_size = -(-max_model_len // unit) * unit
             choices["block_size"] = block_size, "max_model_len, one block per request"
             if self.enable_prefix_caching:
                 if self.offload_option is not None:
@@ -133,6 +155,9 @@ class CacheConfig:
                         "block_size", self.block_size, f"less than max_model_len: {self.offload_option} is given"
                     )
                 choices["enable_prefix_caching"] = False, "a block is a whole request, so no prefix can be shared"
+        elif self.block_size % unit:
+            allowed = f"a multiple of {unit}, the tokens that kernels = {kernels} read at a time"
+            raise fail("block_size", self.block_size, allowed)
         if self.kv_offload_dir is not None and self.kv_offload_dir_bytes is None:
             choices["kv_offload_dir_bytes"] = DEFAULT_OFFLOAD_DIR_BYTES, "the default, 16 GiB"
         if self.kv_cache_dtype == "auto":
@@ -146,14 +171,19 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits on what runs at once, and its order. Prompts longer than max_num_batched_tokens are computed in chunks."""
+    """Limits on what runs at once, and its order. Prompts longer than max_num_batched_tokens are computed in chunks.
+
+    max_num_seqs is None until it is resolved, as other open values.
+    """
 
     max_model_len: int | None = option(
         None, range(2, MAX_CONTEXT + 1), "maximum length of prompt plus output, in tokens"
     )
-    max_num_seqs: int = option(32, range(1, 2**16 + 1), "maximum number of requests that run at once")
+    max_num_seqs: int = option(
+        None, range(1, 2**16 + 1), "maximum number of requests that run at once (default: 32, or 256 on a GPU)"
+    )
     max_num_batched_tokens: int | None = option(
-        None, range(1, MAX_CONTEXT + 1), "maximum number of tokens per step (default: 2048)"
+        None, range(1, MAX_CONTEXT + 1), "maximum number of tokens per step (default: 2048, or 8192 on a GPU)"
     )
     scheduling_policy: str = option("fcfs", SCHEDULING_POLICIES, "which waiting request comes next")
     max_stall_ms: int | None = option(
@@ -168,7 +198,7 @@ class SchedulerConfig:
         if self.prefill_ratio is not None and self.scheduling_policy != "length_classes":
             raise fail("prefill_ratio", self.prefill_ratio, "left out unless scheduling_policy = length_classes")
 
-    def resolve(self, model: "ModelConfig") -> tuple["SchedulerConfig", dict[str, str]]:
+    def resolve(self, model: "ModelConfig", kernels: str = "cpu") -> tuple["SchedulerConfig", dict[str, str]]:
         """Replace open values by chosen ones, and give the reason of each choice.
 
         Raises:
@@ -182,11 +212,16 @@ class SchedulerConfig:
             choices["max_model_len"] = model.context, source
         elif self.max_model_len > model.longest_context:
             raise fail("max_model_len", self.max_model_len, _longest(model, source, self.max_model_len))
-        num_tokens = self.max_num_batched_tokens
+        given: tuple[int | None, int | None] = self.max_num_seqs, self.max_num_batched_tokens
+        num_seqs, num_tokens = given
+        usual_seqs, usual_tokens = DEFAULT_LIMITS.get(kernels, OTHER_LIMITS)
+        if num_seqs is None:
+            num_seqs = usual_seqs
+            choices["max_num_seqs"] = num_seqs, "the default"
         if num_tokens is None:
-            num_tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, self.max_num_seqs)
+            num_tokens = max(usual_tokens, num_seqs)
             choices["max_num_batched_tokens"] = num_tokens, "the default, at least max_num_seqs"
-        if self.max_num_seqs > num_tokens:
+        if num_seqs > num_tokens:
             choices["max_num_seqs"] = num_tokens, "max_num_batched_tokens, as each request needs a token per step"
         return _apply(self, choices)
 
@@ -427,16 +462,10 @@ class NumericsConfig:
                 raise fail(name, getattr(self, name), f"left out, or joined by {other}")
         if self.verify_files and self.load_format != "auto":
             raise fail("verify_files", True, f"false: load_format = {self.load_format} reads no weights")
-        if self.kernels == "triton":
-            message = f"kernels: {shown(self.kernels)} is planned but not built yet"
-            raise NotSupportedError(message, param="kernels")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             raise fail("device", self.device, "auto, cpu, cuda, or cuda:N for the GPU with the number N")
-        if self.device.startswith("cuda"):
-            if self.kernels != "auto":
-                raise fail("device", self.device, f"auto or cpu: kernels = {self.kernels} compute on the CPU")
-            message = f"device: {shown(self.device)} needs kernels = triton, which are planned but not built yet"
-            raise NotSupportedError(message, param="device")
+        if self.device.startswith("cuda") and self.kernels not in ("auto", TRITON):
+            raise fail("device", self.device, f"auto or cpu: kernels = {self.kernels} compute on the CPU")
         if self.cpu_affinity not in AFFINITIES:
             try:
                 parse_cpus(self.cpu_affinity)
@@ -485,24 +514,41 @@ class NumericsConfig:
         return self, {}
 
     def resolve(
-        self, model: "ModelConfig", num_ranks: int = 1, num_engines: int = 1, *, elsewhere: bool = False
+        self,
+        model: "ModelConfig",
+        num_ranks: int = 1,
+        engines: Engines = ONE_ENGINE,
+        *,
+        elsewhere: bool = False,
+        why_no_gpu: str = "",
     ) -> tuple["NumericsConfig", dict[str, str]]:
         """Replace open values by chosen ones, and give the reason of each choice.
 
         Args:
             num_ranks: processes that share the model.
             elsewhere: whether each of them may have a machine of its own.
-            num_engines: engines that share the machine, each with num_ranks processes.
+            engines: engines that share the machine, each with num_ranks processes.
+            why_no_gpu: why the model cannot be served on a GPU; "" if it can.
 
         Raises:
-            InvalidRequestError: a group size is given without groups, native kernels are requested but missing,
-                the environment forces an invalid level, or cpu_affinity does not fit the machine or the threads.
+            InvalidRequestError: a group size is given without groups, the kernels that are requested cannot be used
+                here, the environment forces an invalid level, or cpu_affinity does not fit the machine or the threads.
         """
         choices: Choices = {}
         if self.dtype == "auto":
             dtype = "float32" if model.dtype == "float32" else "bfloat16"
             served = ", which is served as bfloat16" if model.dtype == "float16" else ""
             choices["dtype"] = dtype, f"the checkpoint is {model.dtype}{served}"
+        if self.quantization is None:
+            self._check_no_group_size()
+        scheme = self.scheme
+        if scheme is not None and scheme.group_size != self.quantization_group_size:
+            choices["quantization_group_size"] = scheme.group_size, "the default"
+        on_gpu = self._resolve_gpu(engines, why_no_gpu)
+        if on_gpu:
+            kept = {"threads": (1, "the GPU computes"), "cpu_affinity": (NONE, "the GPU computes")}
+            open_ones = {name: kept[name] for name in kept if getattr(self, name) in (None, AUTO)}
+            return _apply(self, choices | on_gpu | open_ones)
         level = None if self.kernels == "reference" else chosen_level()
         if self.kernels == "auto":
             native = "cpu", f"native kernels, level {level}"
@@ -514,19 +560,43 @@ class NumericsConfig:
             raise fail("kernels", self.kernels, f"cpu if several processes share the model{why}")
         if self.kernels == "cpu" and level is None:
             raise fail("kernels", self.kernels, f"reference: {why_missing()}")
-        if self.quantization is None:
-            self._check_no_group_size()
-        scheme = self.scheme
-        if scheme is not None and scheme.group_size != self.quantization_group_size:
-            choices["quantization_group_size"] = scheme.group_size, "the default"
         small = model.hidden_size * model.intermediate_size < SMALL_MATRIX
         if level is None and self.cpu_affinity not in (AUTO, NONE):
             raise fail("cpu_affinity", self.cpu_affinity, "auto or none: only the native kernels place their threads")
-        if num_ranks * num_engines > 1:
-            num_here = num_engines if elsewhere else num_ranks * num_engines
+        if num_ranks * engines.count > 1:
+            num_here = engines.count if elsewhere else num_ranks * engines.count
             shared = self._share_cores(Machine.read(), num_here, small_model=small)
             return _apply(self, choices | shared)
         return _apply(self, choices | self._resolve_cores(Machine.read(), small_model=small))
+
+    def _resolve_gpu(self, engines: Engines, why_no_gpu: str) -> Choices:
+        """Choose kernels and device for a GPU, if it is asked for, or if there is one and nothing else is asked for.
+
+        Raises:
+            InvalidRequestError: it is asked for and cannot be used.
+        """
+        is_open = (self.kernels, self.device) == ("auto", AUTO)
+        asked = "kernels" if self.kernels == TRITON else "device" if self.device.startswith("cuda") else ""
+        if not asked and (not is_open or gpu.is_interpreted() or self.load_format == "mock"):
+            return {}
+        name, here = getattr(self, asked or "device"), "cpu" if gpu.is_interpreted() else f"cuda:{engines.number}"
+        if self.device.startswith("cuda") and self.device != "cuda":
+            if engines.count > 1:
+                raise fail("device", self.device, f"cuda: each of {engines.count} engines has a GPU of its own")
+            here = self.device
+        if gpu.is_interpreted() == here.startswith("cuda") or (self.device == "cpu" and not gpu.is_interpreted()):
+            where = "on the CPU" if gpu.is_interpreted() else "on a GPU"
+            raise fail("device", self.device, f"auto: kernels = {TRITON} compute {where} here")
+        missing = gpu.why_missing(here)
+        if not missing and not why_no_gpu:
+            reason = "Triton's interpreter" if here == "cpu" else f"the GPU, {gpu.name_of(here).partition('.')[2]}"
+            chosen: Choices = {"kernels": (TRITON, "the kernels for GPUs"), "device": (here, reason)}
+            return {option: chosen[option] for option in chosen if getattr(self, option) != chosen[option][0]}
+        if asked and missing:
+            raise InvalidRequestError(f"{asked}: {shown(name)} cannot be used: {missing}", param=asked)
+        if asked:
+            raise NotSupportedError(f"{asked}: {shown(name)} cannot be used: {why_no_gpu}", param=asked)
+        return {}
 
     def _share_cores(self, machine: Machine, count: int, *, small_model: bool) -> Choices:
         """Choose threads and cpu_affinity for each of several processes, if they were left open."""
@@ -613,10 +683,10 @@ class EngineConfig:
             raise InvalidRequestError(f"{name}: unknown option; {advice}", param=name)
         return cls(model=model, imports=imports, **parts)
 
-    def resolve(self, model: "ModelConfig", num_engines: int = 1) -> "EngineConfig":
+    def resolve(self, model: "ModelConfig", engines: Engines = ONE_ENGINE, *, why_no_gpu: str = "") -> "EngineConfig":
         """Replace "auto" and None (except kv_cache_memory_bytes, see assembly.memory) by chosen values, with reasons.
 
-        num_engines: engines that share the machine.
+        engines, why_no_gpu: as in NumericsConfig.resolve.
 
         Raises:
             InvalidRequestError: an option does not fit the others, the model or the machine.
@@ -626,11 +696,12 @@ class EngineConfig:
         stages = self.parallel.pipeline_parallel_size
         if stages > model.num_hidden_layers:
             raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, one layer per process")
+        num_ranks, elsewhere = self.parallel.num_ranks * stages, self.parallel.is_on_ray
         numerics, why_numerics = self.numerics.resolve(
-            model, self.parallel.num_ranks * stages, num_engines, elsewhere=self.parallel.is_on_ray
+            model, num_ranks, engines, elsewhere=elsewhere, why_no_gpu=why_no_gpu
         )
-        scheduler, why_scheduler = self.scheduler.resolve(model)
-        cache, why_cache = self.cache.resolve(scheduler.max_model_len or 0, numerics.dtype)
+        scheduler, why_scheduler = self.scheduler.resolve(model, numerics.kernels)
+        cache, why_cache = self.cache.resolve(scheduler.max_model_len or 0, numerics.dtype, numerics.kernels)
         reasons = why_numerics | why_scheduler | why_cache
         return replace(self, numerics=numerics, scheduler=scheduler, cache=cache, reasons=reasons)
 

@@ -71,7 +71,10 @@ def test_version_and_help_import_no_torch():
         (["generate", "-p", "x", "--dtype", "fp8"], "--dtype: 'fp8' is not allowed; it must be one of auto"),
         (["generate", "-p", "x", "--quantization", "int5"], "--quantization: 'int5' is not allowed; it must be one of"),
         (["generate", "-p", "x", "--quantization-group-size", "64"], "--quantization-group-size: 64 is not allowed"),
-        (["generate", "-p", "x", "--kernels", "triton"], "--kernels: 'triton' is planned but not built yet"),
+        (
+            ["generate", "-p", "x", "--kernels", "triton"],
+            "--kernels: 'triton' cannot be used: this machine has no NVIDIA driver",
+        ),
         (["generate", "-p", "x", "--max-model-len", "2k"], "--max-model-len: 2000 is not allowed"),
         (["generate", "-p", "x", "--kv-cache-memory-bytes", "lots"], "'lots' is not a number"),
         (["generate", "-p", ""], "prompt: '' is not allowed"),

@@ -7,11 +7,17 @@ from pathlib import Path
 
 from penstock.assembly.memory import Ledger, all_token_bytes
 from penstock.assembly.sizes import model_sizes
-from penstock.config import BLOCK_SIZE_UNIT, CacheConfig, EngineConfig, NumericsConfig, SchedulerConfig
+from penstock.config import (
+    BLOCK_SIZE_UNIT,
+    BLOCK_SIZE_UNITS,
+    CacheConfig,
+    EngineConfig,
+    NumericsConfig,
+    SchedulerConfig,
+)
 from penstock.engine.speculation import NgramProposer, Speculation
 from penstock.errors import InvalidRequestError
 from penstock.interface.step import CacheGroup
-from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.runner.draft_model import DraftModelProposer
@@ -95,8 +101,9 @@ def _same_tokens(draft: Path, target: Weights) -> bool:
 def _draft_config(config: EngineConfig, name: str, model: ModelConfig) -> EngineConfig:
     """Derive the resolved config of a draft model, with a cache of one block for each of up to MAX_DRAFTED requests."""
     length = min(config.scheduler.max_model_len or model.context, model.context)
-    block_size = -(-length // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
     numerics = config.numerics
+    unit = BLOCK_SIZE_UNITS.get(numerics.kernels, BLOCK_SIZE_UNIT)
+    block_size = -(-length // unit) * unit
     found = EngineConfig(
         model=name,
         cache=CacheConfig(block_size=block_size, enable_prefix_caching=False),
@@ -106,7 +113,11 @@ def _draft_config(config: EngineConfig, name: str, model: ModelConfig) -> Engine
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         ),
         numerics=NumericsConfig(
-            dtype="auto", kernels=numerics.kernels, load_format=numerics.load_format, cpu_affinity="none"
+            dtype="auto",
+            kernels=numerics.kernels,
+            device=numerics.device,
+            load_format=numerics.load_format,
+            cpu_affinity="none",
         ),
     ).resolve(model)
     threads = min(found.numerics.threads or 1, numerics.threads or 1)
@@ -123,7 +134,7 @@ def make_speculation(config: EngineConfig, draft: Draft) -> Speculation | None:
         return Speculation(lookup, wanted.num_speculative_tokens)
     own, scheduler = draft.config, draft.config.scheduler
     ops = make_ops(own, draft.model_config)
-    model = make_model(own, draft.model_config, draft.weights, ops, Place(free_memory_bytes))
+    model = make_model(own, draft.model_config, draft.weights, ops, Place(ops.free_bytes))
     runner = ModelRunner(model, ops, draft.groups, own, draft.model_config)
     proposer = DraftModelProposer(runner, scheduler.max_num_seqs, scheduler.max_num_batched_tokens or 1)
     return Speculation(proposer, wanted.num_speculative_tokens)

@@ -12,7 +12,7 @@ from penstock.assembly.memory import CachePlan, Ledger, MemoryPlan, plan_given_c
 from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.sizes import model_sizes
 from penstock.assembly.streaming import as_served
-from penstock.config import EngineConfig
+from penstock.config import ONE_ENGINE, TRITON, EngineConfig, Engines
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Clock, Scheduling
@@ -22,9 +22,10 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
-from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
+from penstock.kernels.cpu.host import resident_bytes
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor
+from penstock.kernels.triton import device as gpu
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
@@ -86,9 +87,8 @@ def plan_engine(config: EngineConfig) -> PlannedEngine:
     model_config, weights = _find(config, None, needs_weights=False)
     config, stored = _resolve(config, model_config, weights, is_complete=False)
     ops = make_ops(config, model_config)
-    config, plan, memory = _plan(config, model_config, stored, ops, free_memory_bytes())
-    codings = ", ".join(dict.fromkeys(coding.name for coding in stored.codings))
-    return PlannedEngine(config, model_config, plan.groups, memory, codings)
+    config, plan, memory = _plan(config, model_config, stored, ops, ops.free_bytes())
+    return PlannedEngine(config, model_config, plan.groups, memory, _names(stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def build_engine(
     instance: object | None = None,
     *,
     takes_over: bool = False,
-    num_engines: int = 1,
+    engines: Engines = ONE_ENGINE,
     groups: list[CacheGroup] | None = None,
     start: StartRanks = start_ranks,
 ) -> BuiltEngine:
@@ -126,7 +126,7 @@ def build_engine(
             copied and not read again.
         takes_over: config.cache.kv_cache_memory_bytes was planned by another engine, whose memory will be free by then
             or who planned for this engine, too; so it is not refused for lack of free memory.
-        num_engines: how many engines share the cores and the free memory of the machine.
+        engines: the engines that share the cores and the free memory of the machine.
         groups: the cache groups with their blocks; None plans them.
         start: starts the ranks of a model that several processes share.
 
@@ -136,18 +136,21 @@ def build_engine(
     """
     import_files(config.imports)
     model_config, weights = _find(config, instance)
-    config, stored = _resolve(config, model_config, weights, num_engines)
+    config, stored = _resolve(config, model_config, weights, engines)
     check_offload(config)
     if config.numerics.load_format == "mock":
         return _build_mock(config, model_config, weights, groups)
     launcher = open_launcher(config)
     try:
-        free = UNLIMITED if takes_over else launcher.free_memory_bytes(free_memory_bytes) // num_engines
+        ops = make_ops(config, model_config)
+        sharing = 1 if config.numerics.kernels == TRITON else engines.count  # each has a GPU of its own
+        free = UNLIMITED if takes_over else launcher.free_memory_bytes(ops.free_bytes) // sharing
         return _build(
             config,
             model_config,
             weights,
             stored,
+            ops,
             free,
             groups,
             lambda plan, ops, forms: start(plan, ops, forms, launcher),
@@ -162,13 +165,13 @@ def _build(
     model_config: ModelConfig,
     weights: Weights,
     stored: Stored,
+    ops: Ops,
     free: int,
     groups: list[CacheGroup] | None,
     start: Callable[[RankPlan, Ops, Grammars], RanksExecutor],
 ) -> BuiltEngine:
     """Load the model of a resolved config and make its engine, within `free` bytes of memory."""
     kv_scales = read_scales(config, model_config)
-    ops = make_ops(config, model_config)
     draft = find_draft(config, model_config, weights)
     free -= draft.num_bytes + (config.cache.kv_offload_memory_bytes or 0)
     config, plan, memory = _plan(config, model_config, stored, ops, free, draft.num_bytes, groups)
@@ -182,7 +185,7 @@ def _build(
         option = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
         model = _NoModel(option, "no process has the whole model; use 1 to look into it")
     else:
-        model = make_model(config, model_config, stored, ops, Place(free_memory_bytes))
+        model = make_model(config, model_config, stored, ops, Place(ops.free_bytes))
         executor = LocalExecutor(ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms))
     cache_bytes = executor.cache_bytes
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
@@ -317,7 +320,12 @@ def _find(config: EngineConfig, instance: object | None, *, needs_weights: bool 
 
 
 def _resolve(
-    config: EngineConfig, model: ModelConfig, weights: Weights, num_engines: int = 1, *, is_complete: bool = True
+    config: EngineConfig,
+    model: ModelConfig,
+    weights: Weights,
+    engines: Engines = ONE_ENGINE,
+    *,
+    is_complete: bool = True,
 ) -> tuple[EngineConfig, Stored]:
     """Choose every option that was left open, by the files of the weights, the model and the machine.
 
@@ -330,13 +338,36 @@ def _resolve(
         numerics, reasons = packed.fit(numerics, weights)
         if numerics.verify_files and numerics.load_format == "auto":
             reasons["verify_files"] = f"on: {verify_checksums(weights)}"
-    config = replace(config, numerics=numerics).resolve(model, num_engines)
+    why_no_gpu = _why_no_gpu(config, model, weights)
+    config = replace(config, numerics=numerics).resolve(model, engines, why_no_gpu=why_no_gpu)
     check_split(config, model, weights)
     reasons |= explain_sharding(config, model)
     if model.model_impl == "auto" and isinstance(find_model(model.architecture), FallbackVersion):
         reasons["model_impl"] = f"transformers: its own modules compute {model.architecture}, which has no family here"
     stored = open_stored(weights, model, numerics.load_format, is_complete=is_complete)
+    if config.numerics.kernels == TRITON and stored.codings:
+        reasons["weights"] = f"{config.numerics.dtype}: {_names(stored)} values are decoded as they are read"
+        stored = stored.decoded()
     codings = stored.codings
     numerics, why = config.numerics.with_codings(codings)
     check_codes(config, model, stored)
     return replace(config, numerics=numerics, reasons=config.reasons | reasons | why), stored
+
+
+def _names(stored: Stored) -> str:
+    """Name the codings of a checkpoint's weights; "" if it has none."""
+    return ", ".join(dict.fromkeys(coding.name for coding in stored.codings))
+
+
+def _why_no_gpu(config: EngineConfig, model: ModelConfig, weights: Weights) -> str:
+    """Say why a model cannot be served on a GPU with these options; "" if it can."""
+    widest = max(model.at(layers[0]).head_dim for layers, _ in model.cache_groups())
+    if widest > gpu.MAX_HEAD_DIM:
+        return f"the heads of the model have {widest} elements; there, they may have {gpu.MAX_HEAD_DIM}"
+    if find_model(model.architecture, model.model_impl).needs_torch:
+        return "the model is computed in torch by a class that is not one of the built-in families"
+    if config.parallel.num_ranks * config.parallel.pipeline_parallel_size > 1:
+        return "several processes share the model, which they can do on the CPU only"
+    if isinstance(weights, Path) and config.numerics.load_format == "auto" and packed.find_packed(weights) is not None:
+        return "the directory holds weights that are packed for the CPU; use the checkpoint they were made from"
+    return ""

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config import EngineConfig
+from penstock.config import TRITON, EngineConfig
 from penstock.engine.kv_cache_manager import peak_blocks, table_length
 from penstock.errors import InvalidRequestError, fail
 from penstock.interface.step import CacheGroup
@@ -130,7 +130,8 @@ def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], win
     sinks = 0 if window is None else model.num_sink_tokens
     group = CacheGroup(layers, window, 0, block_size, num_sink_tokens=sinks, chunked=model.chunked_windows)
     ring_size = -(-(window or block_size) // GRANULE) * GRANULE
-    if length <= block_size and ring_size < block_size and not sinks:
+    has_rings = config.numerics.kernels != TRITON  # whose steps read what they have overwritten
+    if length <= block_size and ring_size < block_size and not sinks and has_rings:
         group = replace(group, block_size=ring_size, ring=True)
     minimum = peak_blocks(group, length, chunk)
     # With a window, all sequences together hold at most one step's new tokens more than they hold between steps.

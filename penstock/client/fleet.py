@@ -168,7 +168,7 @@ class Fleet:
         index, records = len(self._replicas), RecordKeeper(self._record)
         name = "the engine process" if len(self) == 1 else f"engine process {index}"
         handle = EngineHandle(
-            structs.replace(start, ring=records.descriptor),
+            structs.replace(start, ring=records.descriptor, number=index),
             partial(self._received, index),
             standby=self._standby,
             name=name,

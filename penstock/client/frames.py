@@ -35,6 +35,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
         for this one too.
     ring: descriptor of the flight recorder's memory, which the process inherits.
     num_engines: engines that share the machine.
+    number: of this engine among them, from 0.
     """
 
     epoch: int
@@ -42,6 +43,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     takes_over: bool = False
     ring: int | None = None
     num_engines: int = 1
+    number: int = 0
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):

@@ -1,15 +1,16 @@
 """The backends by name. kernels/ops.py is their interface.
 
-To add one, such as the planned one for GPUs: write a class of Ops in a folder beside cpu/, return it from load_ops, and
-let NumericsConfig (config.py) accept its name, which is in KERNELS there, and choose it for "auto". If its arrays are
-numpy's, say so in weights/loader.dtype_for; otherwise they are torch's.
+To add one: write a class of Ops in a folder beside cpu/, return it from load_ops, and let NumericsConfig (config.py)
+accept its name, which is in KERNELS there, and choose it for "auto". If its arrays are numpy's, say so in
+weights/loader.dtype_for; otherwise they are torch's.
 """
 
 from collections.abc import Sequence
 
-from penstock.errors import NotSupportedError
+from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Dtype
+from penstock.kernels.triton.device import why_missing
 
 
 def load_ops(
@@ -23,8 +24,7 @@ def load_ops(
         cores: the CPUs of each of these threads (kernels/cpu/host.py); empty: threads are not bound to CPUs.
 
     Raises:
-        NotSupportedError: the backend is not built yet.
-        InvalidRequestError: `name` is "cpu", and the native kernels are not installed.
+        InvalidRequestError: the backend cannot be used here.
     """
     if name == "reference":
         from penstock.kernels.reference import ReferenceOps
@@ -37,4 +37,10 @@ def load_ops(
         if cores:
             ops.pin(cores)
         return ops
-    raise NotSupportedError(f"kernels: {name!r} is planned but not built yet", param="kernels")
+    if name == "triton":
+        if why := why_missing(str(device)):
+            raise InvalidRequestError(f"kernels: {name!r} cannot be used: {why}", param="kernels")
+        from penstock.kernels.triton.ops import TritonOps
+
+        return TritonOps(dtype, device)
+    raise InvalidRequestError(f"kernels: there are no kernels {name!r}", param="kernels")

@@ -138,6 +138,10 @@ class Ops(Protocol):
     device: Any  # "cpu", or a torch.device
     fixed_rows: int  # rows of a result that are always at the same address; no program has more
     is_planned: bool  # whether all memory that it takes is known before it is allocated (assembly/memory.py)
+    leaves: int  # pieces of K in products that ranks may share; 1 where a model has one device, which saves time
+
+    def free_bytes(self) -> int:
+        """Count the bytes that can still be allocated where tensors are."""
 
     def tensor(self, array: Array) -> Tensor:
         """Convert an array on the host to a tensor of this backend; on the CPU, both share memory."""

@@ -195,22 +195,23 @@ class LayerFactory:
         runs = self.runs.get(f"{self.prefix}{name}.weight", ()) if weight.quant else ()
         if not runs or (whole and len(runs) > 1):
             return LinearSpec(
-                weight.shape, bias, Packing(weight.leaf_ends, scheme_of(weight.quant, self.scheme), gated)
+                weight.shape, bias, Packing(self._ends(weight), scheme_of(weight.quant, self.scheme), gated)
             )
-        packings = [Packing(_ends(weight, item), gated=gated, coding=item, slices=self.slices) for _, item in runs]
+        packings = [Packing(self._ends(weight, item), gated=gated, coding=item, slices=self.slices) for _, item in runs]
         if len(runs) == 1:
             return LinearSpec(weight.shape, bias, packings[0])
         pieces = tuple((rows, packing) for (rows, _), packing in zip(runs, packings, strict=True))
-        return LinearSpec(weight.shape, bias, Packing(weight.leaf_ends), pieces)
+        return LinearSpec(weight.shape, bias, Packing(self._ends(weight)), pieces)
+
+    def _ends(self, weight: Parameter, coding: Coding | None = None) -> tuple[int, ...]:
+        """Return where the leaves of a weight end: at the nearest ends of blocks, so that some may be empty."""
+        if self.ops.leaves == 1:
+            return ()
+        block, k = (coding.block if coding is not None else None) or 1, weight.shape[-1]
+        return tuple(k if end == k else min(k, (end + block // 2) // block * block) for end in weight.leaf_ends)
 
     def _find(self, name: str) -> Parameter:
         full = f"{self.prefix}{name}.weight"
         if full not in self.parameters:
             raise ModelLoadError(f"the model uses {full}, which is not in its parameter table")
         return self.parameters[full]
-
-
-def _ends(weight: Parameter, coding: Coding | None) -> tuple[int, ...]:
-    """Return where the leaves of a weight end: at the nearest ends of blocks, so that some may be empty."""
-    block, k = (coding.block if coding is not None else None) or 1, weight.shape[-1]
-    return tuple(k if end == k else min(k, (end + block // 2) // block * block) for end in weight.leaf_ends)

@@ -28,7 +28,7 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.spec.model_config import ModelConfig
 
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # the name of the decoder block that a module is in, up to the first number
-BLOCK_SIZE = 16
+BLOCK_SIZE = 128  # which the kernels of every backend read
 NAME, GREEDY = "forward", SamplingParams(temperature=0.0)  # of the request that the pass is
 MAX_BYTES = 2**30  # limit of the results' size, unless the caller sets another
 

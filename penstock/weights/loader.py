@@ -97,10 +97,16 @@ class Stored:
     Attributes:
         packed: the file of packed weights, if the model has one.
         source: the source of all other values.
+        is_decoded: whether coded weights are read as floats.
     """
 
     packed: Path | None = None
     source: ParameterSource = field(default_factory=DummySource)
+    is_decoded: bool = False
+
+    def decoded(self) -> "Stored":
+        """Return the same weights for kernels that multiply no codes: they are read as floats."""
+        return replace(self, is_decoded=True)
 
     def runs(self, place: Place, parameters: Mapping[str, Parameter]) -> dict[str, Runs]:
         """Return how the parameters of a part are coded, by name, without those that are not coded.
@@ -114,6 +120,8 @@ class Stored:
                 if sum(rows for rows, _ in found.get(name, ())) not in (0, item.shape[0]):
                     raise ModelLoadError(f"{self.packed}: {name} does not match config.json")
             return found
+        if self.is_decoded:
+            return {}
         own = place.source(self.source)
         return {name: runs for name, item in parameters.items() if (runs := own.runs(item))}
 
@@ -123,7 +131,7 @@ class Stored:
         found: Iterable[Coding] = ()
         if self.packed is not None:
             found = read_info(self.packed).codings
-        elif isinstance(self.source, CheckpointSource | DescribedSource):
+        elif isinstance(self.source, CheckpointSource | DescribedSource) and not self.is_decoded:
             found = self.source.codings
         return tuple(sorted(found, key=lambda coding: coding.name))
 
@@ -206,7 +214,7 @@ def load_model(
     stored = directory if isinstance(directory, Stored) else open_stored(directory, model_config, load_format)
     if stored.packed is not None and not head.is_plain:
         raise NotSupportedError(f"lm_head_pieces, pad_vocab_multiple: {WHOLE_IN_FILES}", param="lm_head_pieces")
-    free_memory = place.free_memory if str(ops.device) == "cpu" else None  # not known here for other devices
+    free_memory = place.free_memory
     if free_memory is not None:
         check_memory({"rotary tables of all positions": rotary_bytes(model_config, max_model_len)}, free_memory())
     make = make_factory(stored, model_config, ops, place, max_positions=max_model_len, head=head, **numerics)
@@ -263,7 +271,7 @@ def dtype_for(model_config: ModelConfig, kernels: str, name: str) -> Dtype:
         return NAMES[name]
     if kernels == "cpu":
         check_installed("model_impl", f"{model_config.architecture} ({model_config.model_impl})", "torch")
-    else:
+    elif kernels == "reference":
         why = why_missing()
         what = f"{why}; computing without it, slowly," if why else "reference"
         check_installed("kernels", what, "torch")

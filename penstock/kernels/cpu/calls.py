@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from penstock.errors import EngineError, InvalidRequestError, check_choice
-from penstock.kernels.cpu.host import show_cpus
+from penstock.kernels.cpu.host import free_memory_bytes, show_cpus
 from penstock.kernels.cpu.library import (
     ABI,
     LEVELS,
@@ -38,6 +38,7 @@ from penstock.kernels.cpu.library import (
     why_missing,
 )
 from penstock.kernels.metadata import AttentionMetadata
+from penstock.kernels.ops import REDUCTION_LEAVES
 from penstock.kernels.tensors import (
     BFLOAT16,
     FIXED_ROWS,
@@ -281,6 +282,7 @@ class NativeCalls:
     name = "cpu"
     device = "cpu"
     fixed_rows = FIXED_ROWS
+    leaves = REDUCTION_LEAVES
 
     def __init__(self, dtype: Dtype, *, threads: int = 1, level: str | None = None) -> None:
         """Start the threads. level: None means `chosen_level()`.
@@ -330,6 +332,9 @@ class NativeCalls:
             array = (ctypes.c_int32 * len(cpus))(*cpus)
             if self.library.penstock_context_pin(self.context, thread, ctypes.addressof(array), len(cpus)):
                 raise EngineError(f"cpu_affinity: thread {thread} may not be pinned to the CPUs {show_cpus(cpus)}")
+
+    def free_bytes(self) -> int:
+        return free_memory_bytes()
 
     def tensor(self, array: Array) -> Tensor:
         return as_torch(array) if is_torch(self.dtype) else array

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.coding import CodedRows, decode
+from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import (
     AttentionMetadata,
     AttentionParams,
@@ -32,7 +33,7 @@ from penstock.kernels.metadata import (
     RouterParams,
     own,
 )
-from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, XieluCurve
+from penstock.kernels.ops import PLAIN, REDUCTION_LEAVES, PackedLinear, Packing, RowSource, XieluCurve
 from penstock.kernels.reference import attention, sampling
 from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.attention import Int8KVCache, ReferenceKVCache
@@ -96,10 +97,14 @@ class ReferenceOps:
     name = "reference"
     is_planned = False
     fixed_rows = FIXED_ROWS
+    leaves = REDUCTION_LEAVES
 
     def __init__(self, dtype: Dtype, device: Any = "cpu") -> None:
         self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)
         self.device = torch.device(device)
+
+    def free_bytes(self) -> int:
+        return free_memory_bytes()
 
     def tensor(self, array: Array) -> Tensor:
         found: Tensor = as_torch(array).to(self.device)

@@ -1,1 +1,1 @@
-"""The operations on NVIDIA GPUs, in Triton. docs/gpu.md says how kernels are written here. Incomplete, not offered."""
+"""The operations on NVIDIA GPUs, in Triton. docs/gpu.md says how kernels are written here."""

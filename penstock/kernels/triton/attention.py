@@ -24,8 +24,9 @@ from torch import Tensor
 
 from penstock.kernels.metadata import AttentionParams
 from penstock.kernels.triton import cache as paged
-from penstock.kernels.triton.cache import TILE, TritonCache
+from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.configurations import tile as configuration
+from penstock.kernels.triton.device import TILE
 from penstock.kernels.triton.elements import NEVER, divide, mma, round_to_integer, tanh
 from penstock.kernels.triton.launch import ANEW, Scratch, launch
 from penstock.kernels.triton.work import SPAN, PlannedMetadata, kind_of, states_at_once

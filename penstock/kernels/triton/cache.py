@@ -19,10 +19,10 @@ from penstock.errors import NotSupportedError
 from penstock.kernels.metadata import CacheSpec, KVScales, check_block_ids
 from penstock.kernels.reference.quantized_weights import MAGNITUDE_LIMIT, SMALLEST
 from penstock.kernels.tensors import as_torch
+from penstock.kernels.triton.device import MAX_HEAD_DIM, TILE
 from penstock.kernels.triton.elements import divide, round_to_integer
 from penstock.kernels.triton.launch import launch
 
-TILE = 128  # positions that attention folds at a time; a block holds whole tiles
 LIMIT = tl.constexpr(float(MAGNITUDE_LIMIT))
 LEAST = tl.constexpr(float(SMALLEST))
 CHANNELS = ("key_scales", "key_offsets", "value_scales", "value_offsets")
@@ -61,8 +61,8 @@ class TritonCache:
         if spec.block_size % TILE:
             text = f"block_size: {spec.block_size}; kernels='triton' needs a multiple of {TILE}"
             raise NotSupportedError(text, param="block_size")
-        if spec.head_dim > 256:
-            raise NotSupportedError(f"head_dim: {spec.head_dim}; at most 256", param="head_dim")
+        if spec.head_dim > MAX_HEAD_DIM:
+            raise NotSupportedError(f"head_dim: {spec.head_dim}; at most {MAX_HEAD_DIM}", param="head_dim")
         quantised = spec.dtype == torch.int8
         if spec.slices not in ((2, 3) if quantised else (0,)):
             text = f"slices: {spec.slices}; 2 or 3 for an int8 cache, 0 for any other"

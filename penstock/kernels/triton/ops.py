@@ -1,7 +1,4 @@
-"""TritonOps: the operations of kernels/ops.py on a GPU. Each method is one function of the file that has its kernels.
-
-`load_ops` does not return it yet: nothing finds a device, and no model has been run with it.
-"""
+"""TritonOps: the operations of kernels/ops.py on a GPU. A method is a function of the file that has its kernels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import (
     AttentionMetadata,
     AttentionParams,
@@ -51,15 +49,23 @@ class TritonOps:
 
     name = "triton"
     is_planned = False
-
+    leaves = 1
     fixed_rows = programs.ROWS[-1]
 
     def __init__(self, dtype: Dtype, device: Any = "cuda") -> None:
         self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.scratch = FixedScratch(self.device)
         self.recorder = programs.Recorder(self.device)
         self._experts: dict[tuple[PackedLinear, ...], Experts] = {}
+
+    def free_bytes(self) -> int:
+        if self.device.type == "cpu":
+            return free_memory_bytes()
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + kept
 
     def tensor(self, array: Array) -> Tensor:
         found: Tensor = as_torch(array)

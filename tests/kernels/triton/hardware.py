@@ -51,6 +51,7 @@ def install() -> None:
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter._convert_float = _convert
     interpreter._patch_lang_tensor = _patch_tensor
+    interpreter._patch_lang = _patch_once
 
 
 def multiply(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray, rule: Rule) -> np.ndarray:
@@ -127,3 +128,16 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
     """Also let a scalar be a bound of `range`: it is an array of one element, which numpy 2.4 makes no integer of."""
     _patch_others(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+_patch_language = interpreter._patch_lang
+_patched: set[Any] = set()
+
+
+def _patch_once(function: Any) -> Any:
+    """Let the language compute on arrays from a function's first call on. The interpreter does so for each call, and
+    undoes it for each kernel, which takes half of the time of small tests."""
+    if function not in _patched:
+        _patched.add(function)
+        _patch_language(function)
+    return interpreter._LangPatchScope()

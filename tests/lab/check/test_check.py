@@ -246,7 +246,7 @@ def test_tiny_models_and_tables(tmp_path: Path, own_cache: Path, capsys: pytest.
         (["/nowhere"], "there is no directory '/nowhere'"),
         (["BertForMaskedLM"], "an encoder: it reads a text and does not continue one"),
         (["--dtype", "fp8"], "--dtype: 'fp8' is not allowed"),
-        (["--kernels", "triton"], "--kernels: 'triton' is planned but not built yet"),
+        (["--kernels", "triton"], "--kernels: 'triton' cannot be used: this machine has no NVIDIA driver"),
         (["--prompt-len", "3"], "--prompt-len: 3 is not allowed; it must be an integer from 8"),
         (["--prompt-len", "1020"], "--prompt-len: 1020 is not allowed; it must be an integer from 8 to 1015"),
         (["--against", "/a", "--tiny"], "--against: '/a' is not allowed; it must be left out with --tiny and --verify"),

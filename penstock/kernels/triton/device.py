@@ -1,0 +1,85 @@
+"""Finding the GPU that an engine computes on. Imports neither torch nor Triton, whose imports take seconds.
+
+Whoever wants a GPU asks here first: whether the driver, the device and the packages are there is known in milliseconds.
+With TRITON_INTERPRET=1, Triton's interpreter stands in for the device, slowly, on arrays of the CPU: whole engines are
+tested like that on machines without a GPU.
+"""
+
+import ctypes
+import os
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+TILE = 128  # positions that attention folds at a time; a block of the cache holds whole tiles
+MAX_HEAD_DIM = 256  # elements of a head that a program of attention can hold
+OLDEST = 80  # compute capability, as in sm_80
+PACKAGES = ("torch", "triton")
+DRIVER = "libcuda.so.1"
+CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
+
+def is_interpreted() -> bool:
+    """Tell whether kernels run in Triton's interpreter, by the variable that Triton reads when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def number_of(device: str) -> int:
+    """Return N of "cuda:N"; 0 for "cuda"."""
+    return int(device.partition(":")[2] or 0)
+
+
+def why_missing(device: str = "cuda") -> str:
+    """Say what kernels on "cuda" or "cuda:N" lack here; "" if they can be used."""
+    index = number_of(device)
+    if not is_interpreted():
+        found = architectures()
+        if isinstance(found, str):
+            return found
+        if index >= len(found):
+            return f"there is no GPU {index}: the NVIDIA driver shows {len(found)} (CUDA_VISIBLE_DEVICES can hide some)"
+        if found[index] < OLDEST:
+            return f"the GPU has compute capability {found[index] / 10}; {OLDEST / 10} or more is needed"
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            return f"{package} is not installed: pip install 'penstock[gpu]'"
+    if not is_interpreted() and not _torch_has_cuda():
+        return "the installed torch is a build without CUDA; pip install 'penstock[gpu]' in a new environment"
+    return ""
+
+
+@cache
+def architectures() -> tuple[int, ...] | str:
+    """Ask the driver for the compute capability of each GPU (90 is 9.0); or say why it cannot be asked."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return f"this machine has no NVIDIA driver ({DRIVER})"
+    if (status := driver.cuInit(0)) != 0:
+        return f"the NVIDIA driver finds no GPU (cuInit returns {status})"
+    count, found = ctypes.c_int(), list[int]()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return "the NVIDIA driver does not count its GPUs"
+    for number in range(count.value):
+        device, parts = ctypes.c_int(), [ctypes.c_int(), ctypes.c_int()]
+        driver.cuDeviceGet(ctypes.byref(device), number)
+        for part, attribute in zip(parts, CAPABILITY, strict=True):
+            driver.cuDeviceGetAttribute(ctypes.byref(part), attribute, device)
+        found.append(10 * parts[0].value + parts[1].value)
+    return tuple(found)
+
+
+def name_of(device: str) -> str:
+    """Name the arithmetic of kernels on a device, for fingerprints: "triton.sm90" or "triton.interpreted"."""
+    found = architectures()
+    if is_interpreted() or isinstance(found, str):
+        return "triton.interpreted"
+    return f"triton.sm{found[number_of(device)]}"
+
+
+def _torch_has_cuda() -> bool:
+    """Read in the files of torch whether it was built with CUDA."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    return file is not None and file.exists() and re.search(r"^cuda\b[^=]*= *'", file.read_text(), re.M) is not None
