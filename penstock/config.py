@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from penstock.errors import (
     POSITIVE,
     InvalidRequestError,
-    NotSupportedError,
     check_choice,
     check_int,
     check_options,
@@ -52,14 +51,12 @@ DEGREES = (1, 2, 4, 8)  # numbers of parts into which ranks split a model: the d
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority", "length_classes", "fair", "deadline")
 KERNELS = ("auto", "reference", "cpu", "triton")
-TRITON = "triton"
+TRITON = gpu.NAME
 BLOCK_SIZE_UNIT = 16  # kernels read whole groups of 16 cached tokens
 BLOCK_SIZE_UNITS = {TRITON: gpu.TILE}  # where they read larger ones
 KV_CACHE_SLICES = {"bfloat16": 2, "float32": 3}  # int8 slices per query over an int8 cache, by the model's dtype
 DEFAULT_BLOCK_SIZE = 16
-# max_num_seqs and max_num_batched_tokens: what fills a device, and what a step may take without streams' noticing it
-DEFAULT_LIMITS = {TRITON: (256, 8192)}
-OTHER_LIMITS = 32, 2048
+LIMITS, LIMITS_ON_GPU = (32, 2048), (256, 8192)  # max_num_seqs and max_num_batched_tokens
 DEFAULT_OFFLOAD_DIR_BYTES = 16 * 2**30
 MAX_CONTEXT = 2**24
 BLOCK_SIZES = range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT)
@@ -72,17 +69,6 @@ SMALL_MATRIX = 2**19  # elements of an MLP matrix; one thread reads and multipli
 
 Choices = dict[str, tuple[Any, str]]  # option -> the chosen value, and why
 Part = TypeVar("Part", "CacheConfig", "SchedulerConfig", "NumericsConfig")
-
-
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """The engines that share a machine: how many there are, and the number of the one that is meant."""
-
-    count: int = 1
-    number: int = 0
-
-
-ONE_ENGINE = Engines()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +137,8 @@ class CacheConfig:
             choices["block_size"] = block_size, "max_model_len, one block per request"
             if self.enable_prefix_caching:
                 if self.offload_option is not None:
-                    raise fail(
-                        "block_size", self.block_size, f"less than max_model_len: {self.offload_option} is given"
-                    )
+                    allowed = f"less than max_model_len: {self.offload_option} is given"
+                    raise fail("block_size", self.block_size, allowed)
                 choices["enable_prefix_caching"] = False, "a block is a whole request, so no prefix can be shared"
         elif self.block_size % unit:
             allowed = f"a multiple of {unit}, the tokens that kernels = {kernels} read at a time"
@@ -171,10 +156,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits on what runs at once, and its order. Prompts longer than max_num_batched_tokens are computed in chunks.
-
-    max_num_seqs is None until it is resolved, as other open values.
-    """
+    """Limits on what runs at once, and its order. Prompts longer than max_num_batched_tokens are computed in chunks."""
 
     max_model_len: int | None = option(
         None, range(2, MAX_CONTEXT + 1), "maximum length of prompt plus output, in tokens"
@@ -214,7 +196,7 @@ class SchedulerConfig:
             raise fail("max_model_len", self.max_model_len, _longest(model, source, self.max_model_len))
         given: tuple[int | None, int | None] = self.max_num_seqs, self.max_num_batched_tokens
         num_seqs, num_tokens = given
-        usual_seqs, usual_tokens = DEFAULT_LIMITS.get(kernels, OTHER_LIMITS)
+        usual_seqs, usual_tokens = LIMITS_ON_GPU if kernels == TRITON else LIMITS
         if num_seqs is None:
             num_seqs = usual_seqs
             choices["max_num_seqs"] = num_seqs, "the default"
@@ -464,7 +446,7 @@ class NumericsConfig:
             raise fail("verify_files", True, f"false: load_format = {self.load_format} reads no weights")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", self.device):
             raise fail("device", self.device, "auto, cpu, cuda, or cuda:N for the GPU with the number N")
-        if self.device.startswith("cuda") and self.kernels not in ("auto", TRITON):
+        if self.device.startswith("cuda") and self.kernels not in (AUTO, TRITON):
             raise fail("device", self.device, f"auto or cpu: kernels = {self.kernels} compute on the CPU")
         if self.cpu_affinity not in AFFINITIES:
             try:
@@ -496,20 +478,15 @@ class NumericsConfig:
         """
         names = ", ".join(dict.fromkeys(coding.name for coding in codings))
         if names and self.quantization is not None:
-            raise fail(
-                "quantization", self.quantization, f"null: the checkpoint's weights are quantised already ({names})"
-            )
+            allowed = f"null: the checkpoint's weights are quantised already ({names})"
+            raise fail("quantization", self.quantization, allowed)
         if any(coding.is_integer for coding in codings):
             activations = CODED_ACTIVATIONS if self.activation_dtype == "auto" else self.activation_dtype
-            return _apply(
-                self, {"activation_dtype": (activations, f"the checkpoint's weights are quantised ({names})")}
-            )
+            why = f"the checkpoint's weights are quantised ({names})"
+            return _apply(self, {"activation_dtype": (activations, why)})
         if self.activation_dtype != "auto":
-            why = (
-                f"products with {names} weights take unquantised activations"
-                if names
-                else "the weights are not quantised"
-            )
+            unquantised = f"products with {names} weights take unquantised activations"
+            why = unquantised if names else "the weights are not quantised"
             raise fail("activation_dtype", self.activation_dtype, f"auto: {why}")
         return self, {}
 
@@ -517,8 +494,9 @@ class NumericsConfig:
         self,
         model: "ModelConfig",
         num_ranks: int = 1,
-        engines: Engines = ONE_ENGINE,
+        num_engines: int = 1,
         *,
+        number: int = 0,
         elsewhere: bool = False,
         why_no_gpu: str = "",
     ) -> tuple["NumericsConfig", dict[str, str]]:
@@ -527,7 +505,8 @@ class NumericsConfig:
         Args:
             num_ranks: processes that share the model.
             elsewhere: whether each of them may have a machine of its own.
-            engines: engines that share the machine, each with num_ranks processes.
+            num_engines: engines that share the machine, each with num_ranks processes.
+            number: of this engine among them.
             why_no_gpu: why the model cannot be served on a GPU; "" if it can.
 
         Raises:
@@ -544,11 +523,11 @@ class NumericsConfig:
         scheme = self.scheme
         if scheme is not None and scheme.group_size != self.quantization_group_size:
             choices["quantization_group_size"] = scheme.group_size, "the default"
-        on_gpu = self._resolve_gpu(engines, why_no_gpu)
-        if on_gpu:
-            kept = {"threads": (1, "the GPU computes"), "cpu_affinity": (NONE, "the GPU computes")}
-            open_ones = {name: kept[name] for name in kept if getattr(self, name) in (None, AUTO)}
-            return _apply(self, choices | on_gpu | open_ones)
+        device = gpu.choose(self.kernels, self.device, number, num_engines, why_no_gpu)
+        if device is not None:
+            choices |= {"kernels": (TRITON, "for GPUs"), "device": (device, gpu.describe(device))}
+            idle: Choices = {"threads": (1, "the GPU computes"), "cpu_affinity": (NONE, "the GPU computes")}
+            return _apply(self, choices | {name: idle[name] for name in idle if getattr(self, name) in (None, AUTO)})
         level = None if self.kernels == "reference" else chosen_level()
         if self.kernels == "auto":
             native = "cpu", f"native kernels, level {level}"
@@ -563,40 +542,11 @@ class NumericsConfig:
         small = model.hidden_size * model.intermediate_size < SMALL_MATRIX
         if level is None and self.cpu_affinity not in (AUTO, NONE):
             raise fail("cpu_affinity", self.cpu_affinity, "auto or none: only the native kernels place their threads")
-        if num_ranks * engines.count > 1:
-            num_here = engines.count if elsewhere else num_ranks * engines.count
+        if num_ranks * num_engines > 1:
+            num_here = num_engines if elsewhere else num_ranks * num_engines
             shared = self._share_cores(Machine.read(), num_here, small_model=small)
             return _apply(self, choices | shared)
         return _apply(self, choices | self._resolve_cores(Machine.read(), small_model=small))
-
-    def _resolve_gpu(self, engines: Engines, why_no_gpu: str) -> Choices:
-        """Choose kernels and device for a GPU, if it is asked for, or if there is one and nothing else is asked for.
-
-        Raises:
-            InvalidRequestError: it is asked for and cannot be used.
-        """
-        is_open = (self.kernels, self.device) == ("auto", AUTO)
-        asked = "kernels" if self.kernels == TRITON else "device" if self.device.startswith("cuda") else ""
-        if not asked and (not is_open or gpu.is_interpreted() or self.load_format == "mock"):
-            return {}
-        name, here = getattr(self, asked or "device"), "cpu" if gpu.is_interpreted() else f"cuda:{engines.number}"
-        if self.device.startswith("cuda") and self.device != "cuda":
-            if engines.count > 1:
-                raise fail("device", self.device, f"cuda: each of {engines.count} engines has a GPU of its own")
-            here = self.device
-        if gpu.is_interpreted() == here.startswith("cuda") or (self.device == "cpu" and not gpu.is_interpreted()):
-            where = "on the CPU" if gpu.is_interpreted() else "on a GPU"
-            raise fail("device", self.device, f"auto: kernels = {TRITON} compute {where} here")
-        missing = gpu.why_missing(here)
-        if not missing and not why_no_gpu:
-            reason = "Triton's interpreter" if here == "cpu" else f"the GPU, {gpu.name_of(here).partition('.')[2]}"
-            chosen: Choices = {"kernels": (TRITON, "the kernels for GPUs"), "device": (here, reason)}
-            return {option: chosen[option] for option in chosen if getattr(self, option) != chosen[option][0]}
-        if asked and missing:
-            raise InvalidRequestError(f"{asked}: {shown(name)} cannot be used: {missing}", param=asked)
-        if asked:
-            raise NotSupportedError(f"{asked}: {shown(name)} cannot be used: {why_no_gpu}", param=asked)
-        return {}
 
     def _share_cores(self, machine: Machine, count: int, *, small_model: bool) -> Choices:
         """Choose threads and cpu_affinity for each of several processes, if they were left open."""
@@ -605,10 +555,8 @@ class NumericsConfig:
         choices: Choices = {}
         if self.threads is None:
             threads = 1 if small_model else max(1, machine.default_threads()[0] // count)
-            choices["threads"] = (
-                threads,
-                f"the cores shared by {count} processes" if count > 1 else "all cores of a machine",
-            )
+            why = f"the cores shared by {count} processes" if count > 1 else "all cores of a machine"
+            choices["threads"] = threads, why
         if self.cpu_affinity == AUTO:
             choices["cpu_affinity"] = NONE, "several processes share the cores"
         return choices
@@ -683,10 +631,12 @@ class EngineConfig:
             raise InvalidRequestError(f"{name}: unknown option; {advice}", param=name)
         return cls(model=model, imports=imports, **parts)
 
-    def resolve(self, model: "ModelConfig", engines: Engines = ONE_ENGINE, *, why_no_gpu: str = "") -> "EngineConfig":
+    def resolve(
+        self, model: "ModelConfig", num_engines: int = 1, *, number: int = 0, why_no_gpu: str = ""
+    ) -> "EngineConfig":
         """Replace "auto" and None (except kv_cache_memory_bytes, see assembly.memory) by chosen values, with reasons.
 
-        engines, why_no_gpu: as in NumericsConfig.resolve.
+        num_engines, number, why_no_gpu: as in NumericsConfig.resolve.
 
         Raises:
             InvalidRequestError: an option does not fit the others, the model or the machine.
@@ -698,7 +648,7 @@ class EngineConfig:
             raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, one layer per process")
         num_ranks, elsewhere = self.parallel.num_ranks * stages, self.parallel.is_on_ray
         numerics, why_numerics = self.numerics.resolve(
-            model, num_ranks, engines, elsewhere=elsewhere, why_no_gpu=why_no_gpu
+            model, num_ranks, num_engines, number=number, elsewhere=elsewhere, why_no_gpu=why_no_gpu
         )
         scheduler, why_scheduler = self.scheduler.resolve(model, numerics.kernels)
         cache, why_cache = self.cache.resolve(scheduler.max_model_len or 0, numerics.dtype, numerics.kernels)

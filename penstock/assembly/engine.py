@@ -12,7 +12,7 @@ from penstock.assembly.memory import CachePlan, Ledger, MemoryPlan, plan_given_c
 from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.sizes import model_sizes
 from penstock.assembly.streaming import as_served
-from penstock.config import ONE_ENGINE, TRITON, EngineConfig, Engines
+from penstock.config import TRITON, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Clock, Scheduling
@@ -115,7 +115,8 @@ def build_engine(
     instance: object | None = None,
     *,
     takes_over: bool = False,
-    engines: Engines = ONE_ENGINE,
+    num_engines: int = 1,
+    number: int = 0,
     groups: list[CacheGroup] | None = None,
     start: StartRanks = start_ranks,
 ) -> BuiltEngine:
@@ -126,7 +127,8 @@ def build_engine(
             copied and not read again.
         takes_over: config.cache.kv_cache_memory_bytes was planned by another engine, whose memory will be free by then
             or who planned for this engine, too; so it is not refused for lack of free memory.
-        engines: the engines that share the cores and the free memory of the machine.
+        num_engines: how many engines share the cores and the free memory of the machine.
+        number: of this engine among them; each has a GPU of its own, if any.
         groups: the cache groups with their blocks; None plans them.
         start: starts the ranks of a model that several processes share.
 
@@ -136,14 +138,14 @@ def build_engine(
     """
     import_files(config.imports)
     model_config, weights = _find(config, instance)
-    config, stored = _resolve(config, model_config, weights, engines)
+    config, stored = _resolve(config, model_config, weights, num_engines, number)
     check_offload(config)
     if config.numerics.load_format == "mock":
         return _build_mock(config, model_config, weights, groups)
     launcher = open_launcher(config)
     try:
         ops = make_ops(config, model_config)
-        sharing = 1 if config.numerics.kernels == TRITON else engines.count  # each has a GPU of its own
+        sharing = 1 if config.numerics.kernels == TRITON else num_engines  # each has a GPU of its own
         free = UNLIMITED if takes_over else launcher.free_memory_bytes(ops.free_bytes) // sharing
         return _build(
             config,
@@ -323,7 +325,8 @@ def _resolve(
     config: EngineConfig,
     model: ModelConfig,
     weights: Weights,
-    engines: Engines = ONE_ENGINE,
+    num_engines: int = 1,
+    number: int = 0,
     *,
     is_complete: bool = True,
 ) -> tuple[EngineConfig, Stored]:
@@ -339,7 +342,7 @@ def _resolve(
         if numerics.verify_files and numerics.load_format == "auto":
             reasons["verify_files"] = f"on: {verify_checksums(weights)}"
     why_no_gpu = _why_no_gpu(config, model, weights)
-    config = replace(config, numerics=numerics).resolve(model, engines, why_no_gpu=why_no_gpu)
+    config = replace(config, numerics=numerics).resolve(model, num_engines, number=number, why_no_gpu=why_no_gpu)
     check_split(config, model, weights)
     reasons |= explain_sharding(config, model)
     if model.model_impl == "auto" and isinstance(find_model(model.architecture), FallbackVersion):
@@ -368,6 +371,8 @@ def _why_no_gpu(config: EngineConfig, model: ModelConfig, weights: Weights) -> s
         return "the model is computed in torch by a class that is not one of the built-in families"
     if config.parallel.num_ranks * config.parallel.pipeline_parallel_size > 1:
         return "several processes share the model, which they can do on the CPU only"
+    if config.numerics.load_format == "mock":
+        return "there is no model to compute (load_format = mock)"
     if isinstance(weights, Path) and config.numerics.load_format == "auto" and packed.find_packed(weights) is not None:
         return "the directory holds weights that are packed for the CPU; use the checkpoint they were made from"
     return ""

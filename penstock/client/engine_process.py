@@ -261,11 +261,12 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes | _Compiling]") 
     try:
         with outbox.working():
             from penstock.assembly import build_engine  # not at the top, so that the reader thread runs meanwhile
-            from penstock.config import EngineConfig, Engines
+            from penstock.config import EngineConfig
 
             config = EngineConfig.from_options(**first.options)
-            engines = Engines(first.num_engines, first.number)
-            built = build_engine(config, takes_over=first.takes_over, engines=engines)
+            built = build_engine(
+                config, takes_over=first.takes_over, num_engines=first.num_engines, number=first.number
+            )
     except PenstockError as error:
         param, code = getattr(error, "param", None), getattr(error, "code", None)
         user_error = isinstance(error, InvalidRequestError)

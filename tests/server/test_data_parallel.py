@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, SamplingParams
-from penstock.config import EngineConfig, Engines
+from penstock.config import EngineConfig
 from penstock.kernels.cpu.host import Machine
 from penstock.kernels.cpu.library import load_library
 from penstock.models.config_json import load_model_config
@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused() -> None:
         LLM(data_parallel_size=2)
     model = load_model_config(resolve_model("demo"))
     with pytest.raises(InvalidRequestError, match="cpu_affinity"):
-        EngineConfig.from_options(cpu_affinity="0").resolve(model, Engines(2))
+        EngineConfig.from_options(cpu_affinity="0").resolve(model, num_engines=2)
 
 
 def test_the_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +145,6 @@ def test_the_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.config.SMALL_MATRIX", 0)
     monkeypatch.setattr(Machine, "default_threads", lambda self: (7, "the cores"))
     model = load_model_config(resolve_model("demo"))
-    threads = [EngineConfig().resolve(model, Engines(number)).numerics.threads for number in (1, 2, 3, 8)]
+    threads = [EngineConfig().resolve(model, num_engines=number).numerics.threads for number in (1, 2, 3, 8)]
     assert threads == [7, 3, 2, 1]
-    assert EngineConfig.from_options(threads=5).resolve(model, Engines(2)).numerics.threads == 5
+    assert EngineConfig.from_options(threads=5).resolve(model, num_engines=2).numerics.threads == 5

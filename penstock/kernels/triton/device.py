@@ -12,12 +12,50 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from penstock.errors import NotSupportedError, fail, invalid, shown
+
+NAME = "triton"  # of the kernels
 TILE = 128  # positions that attention folds at a time; a block of the cache holds whole tiles
 MAX_HEAD_DIM = 256  # elements of a head that a program of attention can hold
 OLDEST = 80  # compute capability, as in sm_80
 PACKAGES = ("torch", "triton")
 DRIVER = "libcuda.so.1"
 CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
+
+def choose(kernels: str, device: str, number: int, num_engines: int, why_not: str) -> str | None:
+    """Choose the device of an engine whose options are these; None: a GPU is neither asked for nor free to take.
+
+    Args:
+        number, num_engines: of the engine, and how many there are here; each has a GPU of its own.
+        why_not: why the engine cannot be served on a GPU; "" if it can.
+
+    Raises:
+        InvalidRequestError: a GPU is asked for and cannot be used.
+    """
+    asked = "kernels" if kernels == NAME else "device" if device.startswith("cuda") else ""
+    if not asked and (is_interpreted() or (kernels, device) != ("auto", "auto")):
+        return None
+    here = device if ":" in device else f"cuda:{number}"
+    if num_engines > 1 and ":" in device:
+        raise fail("device", device, f"cuda: each of {num_engines} engines has a GPU of its own")
+    if is_interpreted() and device in ("auto", "cpu"):
+        here = "cpu"
+    elif is_interpreted() or device == "cpu":
+        where = "CPU, in Triton's interpreter" if is_interpreted() else "GPU"
+        raise fail("device", device, f"auto: kernels = {NAME} compute on the {where}")
+    missing = why_missing(here)
+    if missing and asked:
+        raise invalid(asked, f"{shown(kernels if asked == 'kernels' else device)} cannot be used: {missing}")
+    if why_not and asked:
+        raise NotSupportedError(f"{asked}: {shown(kernels)} cannot be used: {why_not}", param=asked)
+    return None if missing or why_not else here
+
+
+def describe(device: str) -> str:
+    """Say what a device is, for users."""
+    found = architectures()
+    return "Triton's interpreter" if device == "cpu" or isinstance(found, str) else f"sm_{found[number_of(device)]}"
 
 
 def is_interpreted() -> bool:
