@@ -105,7 +105,8 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.block_size == ONE_BLOCK:
+        size: Any = self.block_size
+        if size == ONE_BLOCK:
             object.__setattr__(self, "block_size", BLOCK_SIZES[-1])
         check_options(self)
         if self.kv_cache_scales is not None and self.kv_cache_dtype != "int8":

@@ -123,7 +123,7 @@ BAD_OPTIONS = {
     "kernels": ["cuda", None],
     "device": ["gpu", "cuda:", "cuda:-1", "cuda:x", None, 0],
     "max_model_len": [0, 1, -5, 2**40, 1.5, "4k", True],
-    "max_num_seqs": [0, -1, 2**20, "8", None, 1.0],
+    "max_num_seqs": [0, -1, 2**20, "8", 1.0],
     "max_num_batched_tokens": [0, -1, 2**40, "1"],
     "scheduling_policy": ["lifo", 1, None, ""],
     "max_stall_ms": [0, -1, 1.5, "1", True, 3_600_001],
