@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import install, wheel
+from tools import install, kept_object, wheel
 
 
 def test_an_old_python_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +85,37 @@ def test_one_compilation_for_all_checkouts(tmp_path: Path, monkeypatch: pytest.M
     assert install.library_settings("b", "this")[0].endswith("PENSTOCK_THIS_MACHINE=ON")
     install.keep_library(str(tmp_path / "built.so"), install.kept_library("a", "all"))
     assert install.library_settings("a", "this")[0].endswith("PENSTOCK_LIBRARY=" + install.kept_library("a", "all"))
+
+
+def test_what_was_compiled_before_is_copied(tmp_path: Path) -> None:
+    """Guards against minutes for a change of one kernel, against an object of other text, headers or flags, and against
+    a header that CMake does not know of afterwards."""
+    compiler, calls = tmp_path / "compiler", tmp_path / "calls"
+    compiler.write_text(
+        f'#!/bin/sh\ncase " $* " in *" -E "*|*" --version "*) ;; *) echo >>{calls} ;; esac\nexec c++ "$@"'
+    )
+    compiler.chmod(0o755)
+    header = tmp_path / "h.h"
+
+    def compile(place: str, number: int, *flags: str) -> tuple[bytes, int]:
+        """The object, and how often the compiler has compiled."""
+        (tmp_path / place).mkdir(exist_ok=True)
+        source, target = tmp_path / place / "a.cpp", tmp_path / place / "a.o"
+        source.write_text('#include "h.h"\nextern "C" int a() { return NUMBER; }\n')
+        header.write_text(f"#define NUMBER {number}\n")
+        depends = ["-MD", "-MT", str(target), "-MF", f"{target}.d"]
+        words = [*flags, f"-I{tmp_path}", *depends, "-o", str(target), "-c", str(source)]
+        assert kept_object.main(str(tmp_path / "kept"), str(compiler), *words) == 0
+        assert str(header) in Path(f"{target}.d").read_text()
+        return target.read_bytes(), len(calls.read_text())
+
+    first, _ = compile("one", 1, "-O2")
+    assert compile("another", 1, "-O2") == (first, 1)
+    other, count = compile("one", 2, "-O2")
+    assert (other != first, count) == (True, 2)
+    assert compile("one", 2, "-O1", "-DUNUSED")[1] == 3
+    assert compile("one", 1, "-O2", "-DUNUSED") == (first, 3)
+    assert kept_object.main(str(tmp_path / "kept"), str(compiler), "-c", str(tmp_path / "none.cpp"), "-o", "x.o") != 0
 
 
 def test_a_wheel_above_its_limits_fails() -> None:

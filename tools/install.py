@@ -160,7 +160,12 @@ def library_settings(key, levels):
     if library is not None:
         os.utime(library)
         return ["--config-settings=cmake.define.PENSTOCK_LIBRARY=" + library]
-    return ["--config-settings=cmake.define.PENSTOCK_THIS_MACHINE=" + ("ON" if levels == "this" else "OFF")]
+    objects = os.path.join(os.path.dirname(kept_library(key, "all")), "objects")
+    launcher = ";".join((sys.executable, os.path.join(HERE, "tools", "kept_object.py"), objects))
+    return [
+        "--config-settings=cmake.define.PENSTOCK_THIS_MACHINE=" + ("ON" if levels == "this" else "OFF"),
+        "--config-settings=cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=" + launcher,
+    ]
 
 
 # --- packages --------------------------------------------------------------------------------------------------------
