@@ -44,13 +44,23 @@ def pytest_collection_finish():
     gc.enable()
 
 
-@pytest.hookimpl(hookwrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item, call):
-    """Write a test's rows into its report, which also crosses from a worker process to the one that sums up."""
-    outcome = yield
+    """Write a test's rows into its report, which also crosses from a worker process to the one that sums up.
+
+    Meanwhile no garbage is collected. A report of a failure parses sources; on Python 3.11 that ends with `SystemError:
+    AST constructor recursion depth mismatch`, and pytest with an internal error, if the collector runs in the middle
+    and ends an object whose finaliser parses, too, for instance because it logs a traceback.
+    """
+    gc.disable()
+    try:
+        report = yield
+    finally:
+        gc.enable()
     if call.when == "call":
         rows = [row for marker in item.iter_markers(COVERS) for row in marker.args]
-        outcome.get_result().user_properties += [(COVERS, row) for row in rows]
+        report.user_properties += [(COVERS, row) for row in rows]
+    return report
 
 
 def not_allowed(config):

@@ -22,7 +22,8 @@ SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed"
 BODY = {"prompt": "Once upon", "max_tokens": 400, "ignore_eos": True, "stream": True, **SAMPLING}
 PARAMS = SamplingParams(max_tokens=400, ignore_eos=True, **SAMPLING)
 TARGET = 1000  # queued tokens of a replica
-SETTLE_S = 90.0
+SETTLE_S = 280.0  # beside a build, three nodes take minutes to start what is missing
+pytestmark = pytest.mark.timeout(1200)  # of a test that settles several times
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,9 @@ def url(cluster: Any) -> Iterator[str]:
         "args": {**OPTIONS, **options, **delays},
     }
     config = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
-    client = serve_start(http_options=config["http_options"], proxy_location="HeadOnly")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray.serve._private.api.HTTP_PROXY_TIMEOUT", SETTLE_S)
+        client = serve_start(http_options=config["http_options"], proxy_location="HeadOnly")
     client.deploy_apps(ServeDeploySchema.model_validate(config), _blocking=True)
     yield f"http://127.0.0.1:{port}"
     serve.delete("penstock")

@@ -22,6 +22,7 @@ from penstock_lab.ray_app.remote import EnginePool
 from tests.fakes_engine import model_info
 
 INFO = model_info(64, 100)
+WAIT_S = 240.0  # for what takes milliseconds on a quiet machine
 
 
 class Replica:
@@ -47,7 +48,7 @@ class Replica:
         token = secrets.token_bytes(TOKEN_BYTES)
         with Door(token, "127.0.0.1") as door:
             yield {"address": door.address, "token": token, "replica": self.name, "node": self.node, "num_engines": 3}
-            engine, self.load = await door.accept(ENGINE, LOAD, within_s=30.0)
+            engine, self.load = await door.accept(ENGINE, LOAD, within_s=WAIT_S)
         with engine, self.load:
             header = await read_exactly(engine, frames.HEADER_BYTES)
             self.heard.append(frames.unpack_to_engine(await read_exactly(engine, frames.body_length(header))))
@@ -81,7 +82,7 @@ def here(monkeypatch):
 
 def run(story):
     async def limited():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             await story()
 
     asyncio.run(limited())
@@ -178,7 +179,7 @@ def test_only_the_token_opens_the_door():
     async def story():
         token = secrets.token_bytes(TOKEN_BYTES)
         with Door(token, "127.0.0.1") as door:
-            waiting = asyncio.create_task(door.accept(ENGINE, LOAD, within_s=30.0))
+            waiting = asyncio.create_task(door.accept(ENGINE, LOAD, within_s=WAIT_S))
             silent = await asyncio.open_connection(*door.address)
             for wrong in (bytes(TOKEN_BYTES) + ENGINE, b"GET / HTTP/1.1\r\n" * 3):
                 reader, writer = await asyncio.open_connection(*door.address)
