@@ -40,12 +40,11 @@ SHAPE = {
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float32": {"dtype": "float32"},
-    "int8-x2": {"quantization": "int8-x2"},
     "int4": {"quantization": "int4"},
-    "int8, int8 cache": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int8-x2, int8 cache": {"quantization": "int8-x2", "kv_cache_dtype": "int8"},
 }
 # Whole spans before a context's last; the attention of the forms not named is bfloat16's own, or float32's.
-SPANS = {"bfloat16": 2, "int8, int8 cache": 2}
+SPANS = {"bfloat16": 2, "int8-x2, int8 cache": 2}
 WATCHED = (0, 1)
 Answer = tuple[list[int], list[Any]]
 

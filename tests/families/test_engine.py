@@ -29,7 +29,9 @@ from tests.kernels.packed import levels
 from tests.paged import PagedModel
 from tests.watcher import Watcher
 
-pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), for_cases(all_cases(shapes=False))]
+pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+MODELS = for_cases(all_cases(shapes=False))
+FULL = for_cases([case for case in all_cases() if case.full])
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ class Form:
 
 PLAIN = Form()
 WEIGHTS = {"int8": Form("int8"), "int4": Form("int4", 32)}
+INT4 = {"int4": WEIGHTS["int4"]}  # of every family: its groups and packing leave the most to go wrong
 INT8_CACHE = Form(kv_cache_dtype="int8")
-CROWDED = {"bfloat16": PLAIN, "int8": Form("int8", kv_cache_dtype="int8"), "int4": Form("int4", 32)}
+CROWDED = {"int8": Form("int8", kv_cache_dtype="int8")}
 # What rounding to a scheme's steps may cost, in units of what random noise of up to half a step on every weight costs.
 # int8 rounds activations too, as coarsely as weights, on both sides of a product; next to 4 bits this counts nothing,
 # and the search for scales makes their noise smaller.
@@ -101,9 +104,21 @@ def blur(weight: Tensor, levels: int, group_size: int, generator: torch.Generato
         part += part.abs().amax(dim=-1, keepdim=True) / levels * (torch.rand(part.shape, generator=generator) - 0.5)
 
 
-@pytest.mark.parametrize("form", columns(WEIGHTS))
+@MODELS
+@pytest.mark.parametrize("form", columns(INT4))
 def test_loss_of_quantised_weights(form: Form, made: Made) -> None:
     """Guards against a scale, a group or a sum that is slightly wrong, and against weights that nobody quantises."""
+    check_loss(form, made)
+
+
+@FULL
+@pytest.mark.parametrize("form", columns({"int8": WEIGHTS["int8"]}))
+def test_loss_of_the_other_form(form: Form, made: Made) -> None:
+    """Guards against the same with a scale for each row, and activations of 8 bits."""
+    check_loss(form, made)
+
+
+def check_loss(form: Form, made: Made) -> None:
     hf_model, directory = made
     exact, quantised = scored(PLAIN.model(directory)), scored(form.model(directory))
     theirs = hf_logprobs(hf_model, random_ids(TEXT))
@@ -112,6 +127,7 @@ def test_loss_of_quantised_weights(form: Form, made: Made) -> None:
     assert 0.2 < cost < COSTS[form.quantization][1]
 
 
+@MODELS
 @pytest.mark.matrix("int8 cache")
 def test_loss_of_an_int8_cache(made: Made) -> None:
     """Guards against scales or offsets of the wrong head, and against a layer that keeps a cache of another type."""
@@ -121,9 +137,21 @@ def test_loss_of_an_int8_cache(made: Made) -> None:
     assert rise(exact, quantised) < CACHE_COST * rise(exact, plain)
 
 
-@pytest.mark.parametrize("form", columns({"bfloat16": PLAIN} | WEIGHTS))
+@MODELS
+@pytest.mark.parametrize("form", columns(INT4))
 def test_converted(form: Form, made: Made, tmp_path: Path) -> None:
     """Guards against packed weights in another place, type or layout than those made while loading."""
+    check_converted(form, made, tmp_path)
+
+
+@FULL
+@pytest.mark.parametrize("form", columns({"bfloat16": PLAIN, "int8": WEIGHTS["int8"]}))
+def test_converted_to_the_other_forms(form: Form, made: Made, tmp_path: Path) -> None:
+    """Guards against the same in the packed layouts of these forms, which are the same for all families."""
+    check_converted(form, made, tmp_path)
+
+
+def check_converted(form: Form, made: Made, tmp_path: Path) -> None:
     convert_model(EngineConfig.from_options(model=str(made[1]), **form.options), tmp_path / "packed")
     assert torch.equal(scored(form.model(tmp_path / "packed")), scored(form.model(made[1])))
 
@@ -142,11 +170,13 @@ def build(form: Form, made: Made) -> Callable[..., BuiltEngine]:
     return lambda **options: build_engine(EngineConfig.from_options(**fixed, **options))
 
 
+@MODELS
 @pytest.mark.covers("F6", "M11")
 @pytest.mark.parametrize("form", columns(CROWDED))
 def test_same_bits_in_a_crowd(build: Callable[..., BuiltEngine]) -> None:
     """Guards against a bit that depends on the other rows of a step, on where a chunk ends, on the threads, or on a
-    process that died; and against arithmetic of torch's, whose sums could."""
+    process that died; and against arithmetic of torch's, whose sums could. What a family computes by itself is bfloat16
+    in this form, too; tests/test_same_bits.py has all forms."""
     alone = ask_alone(build(threads=1, max_num_batched_tokens=2048).engine, WATCHED)
     assert len({tuple(ids) for ids, _, _ in alone.values()}) == len(alone)
     engine = build(threads=2, max_num_batched_tokens=30).engine
@@ -157,6 +187,7 @@ def test_same_bits_in_a_crowd(build: Callable[..., BuiltEngine]) -> None:
     check_resumed(engine, alone)
 
 
+@MODELS
 @pytest.mark.covers("C15")
 @pytest.mark.matrix("drafts")
 @pytest.mark.parametrize("form", [pytest.param(PLAIN, id="bfloat16")])
@@ -171,6 +202,7 @@ def test_drafts_change_nothing(build: Callable[..., BuiltEngine]) -> None:
     assert 0 < stats.num_accepted_tokens_total < stats.num_draft_tokens_total
 
 
+@MODELS
 @pytest.mark.covers("C15")
 @pytest.mark.matrix("2 ranks")
 def test_two_ranks_have_the_bits_of_one_process(made: Made) -> None:
@@ -180,6 +212,7 @@ def test_two_ranks_have_the_bits_of_one_process(made: Made) -> None:
     assert answers(split, start_threads) == answers(EngineConfig.from_options(**options))
 
 
+@MODELS
 @pytest.mark.matrix("kernels")
 def test_few_tokens_are_recorded(made: Made) -> None:
     """Guards against a family whose decode steps run all of their Python, and against an address or a length that a

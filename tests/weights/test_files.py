@@ -45,6 +45,15 @@ CROWD = ENGINE | {"threads": 2, "max_num_batched_tokens": 30}
 native = pytest.mark.skipif(not levels(), reason="no native library")
 
 
+def for_each_row(files: list[File]) -> pytest.MarkDecorator:
+    """Decorator: the test takes the last file of each row. What it proves is not of reading, but of what was read."""
+    found = list({file.row: file for file in files}.values())
+    return pytest.mark.parametrize("file", found, ids=str, indirect=True, scope="module")
+
+
+ROWS = for_each_row(FILES)
+
+
 @dataclass(frozen=True)
 class Made:
     """A model: what a user names, the directory of its twin, and the options with which engines are built."""
@@ -110,14 +119,21 @@ def test_values_are_those_of_the_twin(made: Made) -> None:
 
 
 @pytest.mark.matrix("logits")
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_logits_are_those_of_the_twin_in_transformers(made: Made, theirs: Tensor, kernels: str) -> None:
+def test_logits_are_those_of_the_twin_in_transformers(made: Made, theirs: Tensor) -> None:
     """Guards against weights that are read rightly one by one, but joined, cut or multiplied wrongly."""
     for slices, bound in LOGPROBS.items():
-        assert (made.logprobs(kernels, slices) - theirs).abs().max() < bound
+        assert (made.logprobs(slices=slices) - theirs).abs().max() < bound
+
+
+@ROWS
+def test_logits_of_the_reference(made: Made, theirs: Tensor) -> None:
+    """Guards against the same where there are no native kernels."""
+    for slices, bound in LOGPROBS.items():
+        assert (made.logprobs("reference", slices) - theirs).abs().max() < bound
 
 
 @native
+@ROWS
 @pytest.mark.matrix("same bits")
 def test_same_bits_in_a_crowd(made: Made, whole: BuiltEngine) -> None:
     """Guards against a format that is multiplied with other sums in a batch, in a chunk, after a cached prefix, on more
@@ -134,7 +150,7 @@ def test_same_bits_in_a_crowd(made: Made, whole: BuiltEngine) -> None:
 
 @native
 @pytest.mark.matrix("2 ranks")
-@pytest.mark.parametrize("file", [file for file in FILES if file.splits], ids=str, indirect=True, scope="module")
+@for_each_row([file for file in FILES if file.splits])
 def test_two_ranks_have_the_bits_of_one_process(made: Made) -> None:
     """Guards against a rank that decodes or cuts what one process multiplies whole."""
     options = BASE | {"load_format": "auto"}
@@ -143,6 +159,7 @@ def test_two_ranks_have_the_bits_of_one_process(made: Made) -> None:
 
 
 @native
+@ROWS
 @pytest.mark.matrix("convert")
 def test_a_converted_model_is_the_same(made: Made, tmp_path: Path) -> None:
     """Guards against packed weights with other bits, and against codes that are written as if they were floats."""
