@@ -161,8 +161,10 @@ def test_a_reader_that_goes_away_is_no_traceback():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["serve", "--help"], ["table", "demo"]])
-@pytest.mark.parametrize("is_unbuffered", [False, True])
+@pytest.mark.parametrize(
+    ("words", "is_unbuffered"),
+    [(["--version"], False), (["--version"], True), (["serve", "--help"], False), (["table", "demo"], True)],
+)
 def test_output_that_nobody_takes_is_no_traceback(words, is_unbuffered):
     """Guards against Python's own report, and its exit code 120, for what is still in the buffer at the exit."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1" if is_unbuffered else ""}

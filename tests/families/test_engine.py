@@ -29,7 +29,7 @@ from tests.kernels.packed import levels
 from tests.paged import PagedModel
 from tests.watcher import Watcher
 
-pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+pytestmark = [pytest.mark.skipif(not levels(), reason="no native library")]
 MODELS = for_cases(all_cases(shapes=False))
 FULL = for_cases([case for case in all_cases() if case.full])
 
@@ -167,23 +167,26 @@ def build(form: Form, made: Made) -> Callable[..., BuiltEngine]:
         "enable_prefix_caching": False,
         **form.options,
     }
-    return lambda **options: build_engine(EngineConfig.from_options(**fixed, **options))
+    return lambda **options: build_engine(EngineConfig.from_options(**fixed | options))
 
 
 @MODELS
 @pytest.mark.covers("F6", "M11")
 @pytest.mark.parametrize("form", columns(CROWDED))
 def test_same_bits_in_a_crowd(build: Callable[..., BuiltEngine]) -> None:
-    """Guards against a bit that depends on the other rows of a step, on where a chunk ends, on the threads, or on a
-    process that died; and against arithmetic of torch's, whose sums could. What a family computes by itself is bfloat16
-    in this form, too; tests/test_same_bits.py has all forms."""
+    """Guards against a bit that depends on the other rows of a step, on where a chunk ends, on the threads, on a cached
+    prefix, or on a process that died; and against arithmetic of torch's, whose sums could. What a family computes by
+    itself is bfloat16 in this form, too; tests/test_same_bits.py has all forms."""
     alone = ask_alone(build(threads=1, max_num_batched_tokens=2048).engine, WATCHED)
     assert len({tuple(ids) for ids, _, _ in alone.values()}) == len(alone)
-    engine = build(threads=2, max_num_batched_tokens=30).engine
+    engine = build(threads=2, max_num_batched_tokens=30, enable_prefix_caching=True).engine
     with Watcher() as watcher:
         found = ask(engine, map(request, range(len(PROMPTS))))
     assert not watcher.forbidden
     check(found, alone)
+    again = ask(engine, [request(index, prompt_logprobs=False) for index in WATCHED])
+    assert [again[index][-1].num_cached_tokens > 0 for index in WATCHED] == [LENGTHS[index] > 16 for index in WATCHED]
+    check(again, alone, prompts=False)
     check_resumed(engine, alone)
 
 

@@ -133,11 +133,17 @@ def test_in_a_batch_of_mixed_lengths(oracle):
     oracle.check_all(oracle.batch)
 
 
-@MODELS
+@FULL
 @pytest.mark.covers("M10", "M11", "J2")
-def test_in_chunks_of_7_and_with_a_warm_prefix(oracle):
+def test_in_chunks_of_7(oracle):
     with oracle.llm(max_num_batched_tokens=7) as llm:
         oracle.check_all(run(oracle, llm))
+
+
+@FULL
+def test_with_a_warm_prefix(oracle):
+    with oracle.llm() as llm:
+        run(oracle, llm)
         outputs = run(oracle, llm)
         assert [output.num_cached_tokens for output in outputs] == [0, 16, 32, 32, 0, 48]
         oracle.check_all(outputs)
