@@ -407,9 +407,16 @@ class SplittingOps(Ops, Protocol):
     ) -> tuple[PackedLinear, Array | None]:
         """Pack a part [N, K / ranks] of a weight, cut between leaves. Return the part and its scales [N].
 
-        `linear` then gives the part's share of the sum. The caller adds the shares as the leaves' tree demands, and
-        multiplies the sum by the scales. magnitudes: [N] float32, the largest absolute value of each row of the whole
-        weight, which an int8 weight needs. Scales are None for other weights.
+        `linear` then gives the part's share of the sum, and `add_parts` takes the scales. magnitudes: [N] float32, the
+        largest absolute value of each row of the whole weight, which an int8 weight needs. Scales are None for other
+        weights.
+        """
+
+    def add_parts(self, parts: Sequence[Tensor], scales: Array | None, bias: Array | None, *, out: Tensor) -> Tensor:
+        """Add 2, 4 or 8 shares of a sum, of all ranks in order: each [M, N] float32, on the device or on the host.
+
+        They are added as the upper levels of the leaves' tree, ((0+1)+(2+3))+((4+5)+(6+7)); then the sum is multiplied
+        by scales [N], and bias [N] is added.
         """
 
     def run_host(self, work: Callable[[], None]) -> None:

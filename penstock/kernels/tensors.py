@@ -16,7 +16,7 @@ import math
 import mmap
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -153,8 +153,24 @@ def as_torch(array: Tensor) -> Tensor:
 
 
 def as_kind_of(tensor: Tensor, array: Array) -> Tensor:
-    """View an array as a tensor of the kind that `tensor` has."""
-    return array if isinstance(tensor, np.ndarray) else as_torch(array)
+    """View an array as a tensor of the kind that `tensor` has; for another device, it is copied there."""
+    return array if isinstance(tensor, np.ndarray) else as_torch(array).to(tensor.device)
+
+
+def put(array: Array, tensor: Tensor) -> None:
+    """Copy an array to a tensor, unless it is what `as_array` returned for the tensor and shares its memory."""
+    if address_of(tensor) != address_of(array):
+        tensor[:] = array if isinstance(tensor, np.ndarray) else as_torch(array)
+
+
+def tree_sum(parts: Sequence[Array], out: Array) -> Array:
+    """Add a power of two of parts as a binary tree: the upper levels of the tree over a weight's leaves."""
+    assert len(parts) in (2, 4, 8), "the parts of a sum are those of a tree, or its bits would depend on their number"
+    if len(parts) == 2:
+        return np.add(parts[0], parts[1], out=out)
+    half = len(parts) // 2
+    left = tree_sum(parts[:half], np.empty_like(out)) if half > 1 else parts[0]
+    return np.add(left, tree_sum(parts[half:], np.empty_like(out)) if half > 1 else parts[1], out=out)
 
 
 def contiguous(tensor: Tensor) -> Tensor:

@@ -17,11 +17,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from penstock.config import DEGREES
 from penstock.errors import NotSupportedError
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, RowSource, SplittingOps
-from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, array_type, as_array, as_kind_of
+from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, array_type, as_array, as_kind_of, put, tree_sum
 from penstock.layers.factory import LayerFactory, Mixture
 from penstock.layers.weights import (
     ActivatedLinear,
@@ -38,7 +37,6 @@ from penstock.ranks.sharding import DIRECT, Cut, Share, Wiring
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 
-SUMMED_ROWS = 16  # how many rows of a sum over ranks are added at once
 MAGNITUDE_ROWS = 4096  # how many rows of a weight are read at once to find their largest values
 
 
@@ -106,16 +104,6 @@ class WiredGatedLinear(WiredLinear, GatedLinear):
     """A GatedLinear whose input and result pass through Wires."""
 
 
-def tree_sum(parts: Sequence[Array], out: Array) -> Array:
-    """Add a power of two of parts as a binary tree: the upper levels of the tree over a weight's leaves."""
-    assert len(parts) in DEGREES[1:], "the parts of a sum are those of a tree, or its bits would depend on their number"
-    if len(parts) == 2:
-        return np.add(parts[0], parts[1], out=out)
-    half = len(parts) // 2
-    left = tree_sum(parts[:half], np.empty_like(out)) if half > 1 else parts[0]
-    return np.add(left, tree_sum(parts[half:], np.empty_like(out)) if half > 1 else parts[1], out=out)
-
-
 class SummedLinear(Linear):
     """x [M, K / degree] dtype -> x @ weight.T + bias [M, N] float32, where each rank has some leaves of K.
 
@@ -174,20 +162,14 @@ class SummedLinear(Linear):
         super().restore({name: value for name, value in state.items() if name not in expected})
 
     def forward(self, x: Tensor) -> Tensor:
-        part, total = as_array(super().forward(self.wires.input(x))), self.sum(x.shape[0])
-        cast(SplittingOps, self.ops).run_host(lambda: self._add(part, as_array(total)))
+        part, total = super().forward(self.wires.input(x)), self.sum(x.shape[0])
+        cast(SplittingOps, self.ops).run_host(lambda: self._add(part, total))
         return total
 
-    def _add(self, part: Array, total: Array) -> None:
-        """Add the parts of all ranks, a few rows at a time, so that the rows stay in the processor's caches."""
-        parts = self.links.gather(part, self.degree)
-        for start in range(0, len(total), SUMMED_ROWS):
-            rows = slice(start, start + SUMMED_ROWS)
-            found = tree_sum([item[rows] for item in parts], total[rows])
-            if self.scales is not None:
-                found *= self.scales
-            if self.bias is not None:
-                found += self.bias
+    def _add(self, part: Tensor, total: Tensor) -> None:
+        """Add the parts of all ranks."""
+        parts = self.links.gather(as_array(part), self.degree)
+        cast(SplittingOps, self.ops).add_parts(parts, self.scales, self.bias, out=total)
 
 
 def row_magnitudes(source: RowSource) -> Array:
@@ -209,11 +191,12 @@ class SplitEmbedding(Embedding):
         self.index = cut.part.index
 
     def forward(self, ids: Tensor) -> Tensor:
-        cast(SplittingOps, self.ops).run_host(lambda: self._look_up(as_array(ids)))
+        cast(SplittingOps, self.ops).run_host(lambda: self._look_up(ids))
         return self.out(ids.shape[0])
 
-    def _look_up(self, ids: Array) -> None:
+    def _look_up(self, given: Tensor) -> None:
         """Write the rows of all ids to the buffer."""
+        ids = as_array(given)
         owner = np.searchsorted(self.rows, ids, side="right") - 1
         local = np.where(owner == self.index, ids - self.rows[self.index], 0)
         rows = as_array(super().forward(self.ops.tensor(local)))
@@ -222,6 +205,7 @@ class SplitEmbedding(Embedding):
             if index != self.index:
                 mine = owner == index
                 rows[mine] = part[mine]
+        put(rows, self.out(len(ids)))
 
 
 class ColumnsEmbedding(Embedding):
@@ -258,14 +242,14 @@ class SplitHead(LMHead):
         self.columns = columns
 
     def forward(self, x: Tensor) -> Tensor:
-        own, logits = as_array(super().forward(x)), as_array(self.all(x.shape[0]))
+        own, logits = super().forward(x), self.all(x.shape[0])
         cast(SplittingOps, self.ops).run_host(lambda: self._put_together(own, logits))
-        return self.ops.tensor(logits)
+        return logits
 
-    def _put_together(self, own: Array, logits: Array) -> None:
-        bounds = list(pairwise(self.columns))
+    def _put_together(self, own: Tensor, logits: Tensor) -> None:
+        bounds, total = list(pairwise(self.columns)), as_array(logits)
         shapes = [(len(own), end - begin) for begin, end in bounds]
-        np.concatenate(self.links.gather(own, len(bounds), shapes), axis=1, out=logits)
+        put(np.concatenate(self.links.gather(as_array(own), len(bounds), shapes), axis=1, out=total), logits)
 
 
 class SplitMixture:
@@ -314,6 +298,7 @@ class SplitMixture:
         if biases is not None:
             results += biases[flat]
         _mixed(results.reshape(*ids.shape, -1), ids, ones if weigh_inputs else weights, total)
+        put(total, out)
         return out
 
     def _scales_and_biases(self) -> tuple[Array | None, Array | None]:

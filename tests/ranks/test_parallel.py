@@ -23,7 +23,7 @@ from penstock.config import EngineConfig
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface import entry_points
 from penstock.interface.messages import EngineRequest
-from penstock.ranks import build, layers, links
+from penstock.ranks import build, links
 from penstock.ranks.group import Group
 from penstock.ranks.launcher import HostLauncher, open_launcher
 from penstock.ranks.layers import SplitHead
@@ -200,7 +200,7 @@ def test_hints_change_bytes_and_nothing_else(models: dict[str, str], tmp_path: P
 
 def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a comparison that sees nothing: here the ranks' parts are added from left to right."""
-    monkeypatch.setattr(layers, "tree_sum", lambda parts, out: np.copyto(out, sum(parts)) or out)
+    monkeypatch.setattr("penstock.kernels.cpu.ops.tree_sum", lambda parts, out: np.copyto(out, sum(parts)) or out)
     assert differs(models["Llama"], {"tensor_parallel_size": 4, "dtype": "float32"}, as_processes=False) is not None
 
 

@@ -55,14 +55,17 @@ def check_quantisable(weight: Tensor) -> None:
         raise ValueError("a weight that is not finite, or as great as 2^100, cannot be quantised")
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8(weight: Tensor, greatest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise weight [N, K] float32: values [N, K] int8 in -127 .. 127, scales [N] float32.
+
+    greatest: [N, 1] float32, the largest absolute values of the rows, if these are parts of rows.
 
     Raises:
         ValueError: as in check_quantisable.
     """
     check_quantisable(weight)
-    greatest = weight.abs().amax(dim=1, keepdim=True) if weight.shape[1] else weight.new_zeros(len(weight), 1)
+    if greatest is None:
+        greatest = weight.abs().amax(dim=1, keepdim=True) if weight.shape[1] else weight.new_zeros(len(weight), 1)
     present = greatest >= SMALLEST
     steps = torch.full_like(greatest, 127)  # torch computes number / tensor with a reciprocal
     scales = torch.where(present, greatest / steps, 0.0)

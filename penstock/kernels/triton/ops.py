@@ -60,6 +60,7 @@ class TritonOps:
         self.scratch = FixedScratch(self.device)
         self.recorder = programs.Recorder(self.device)
         self._experts: dict[tuple[PackedLinear, ...], Experts] = {}
+        self._constants: dict[int, tuple[Array, Tensor]] = {}  # by the identity of an array
 
     def free_bytes(self) -> int:
         if self.device.type == "cpu":
@@ -84,6 +85,30 @@ class TritonOps:
     ) -> PackedLinear:
         source = weight if hasattr(weight, "read") else TensorRows(weight)
         return packed.pack(source, bias, packing, self.dtype, self.device)
+
+    def pack_part(
+        self, weight: RowSource, magnitudes: Array | None, packing: Packing
+    ) -> tuple[PackedLinear, Array | None]:
+        known = None if magnitudes is None else self.tensor(magnitudes)[:, None]
+        part = packed.pack(weight, None, packing, self.dtype, self.device, known)
+        if known is None or part.scales is None:
+            return part, None
+        scales = as_array(part.scales).copy()
+        part.scales.fill_(1.0)  # multiplying by 1 changes no bit
+        return part, scales
+
+    def add_parts(self, parts: Sequence[Tensor], scales: Array | None, bias: Array | None, *, out: Tensor) -> Tensor:
+        together = self.scratch.begin().empty((len(parts), *out.shape), torch.float32, self.device)
+        for place, part in zip(together, parts, strict=True):
+            place.copy_(as_torch(part))
+        by, plus = (None if term is None else self._constant(term) for term in (scales, bias))
+        return rows.add_parts(together, by, plus, out)
+
+    def _constant(self, array: Array) -> Tensor:
+        """Keep an array of a weight on the device."""
+        if id(array) not in self._constants:
+            self._constants[id(array)] = array, self.tensor(array)
+        return self._constants[id(array)][1]
 
     def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
         return packed.count_bytes(shape, packing, self.dtype, bias=bias)

@@ -134,9 +134,17 @@ def assemble(
 
 
 def pack(
-    source: RowSource, bias: torch.Tensor | None, packing: Packing, dtype: torch.dtype, device: Any
+    source: RowSource,
+    bias: torch.Tensor | None,
+    packing: Packing,
+    dtype: torch.dtype,
+    device: Any,
+    magnitudes: torch.Tensor | None = None,
 ) -> TritonLinear:
-    """Read, round, quantise and pack a weight, some rows at a time."""
+    """Read, round, quantise and pack a weight, some rows at a time.
+
+    magnitudes: [N, 1] float32 for int8, the largest absolute values of rows of which these are parts.
+    """
     expected = shapes(source.shape, packing, dtype, bias=bias is not None)
     state = {name: torch.empty(size, dtype=kind, device=device) for name, (size, kind) in expected.items()}
     n, k = source.shape
@@ -147,7 +155,8 @@ def pack(
         if packing.scheme is None:
             state["values"][start:stop] = rows
         elif packing.scheme.group_size is None:
-            state["values"][start:stop], state["scales"][start:stop] = quantize_int8(rows.float())
+            whole = None if magnitudes is None else magnitudes[start:stop]
+            state["values"][start:stop], state["scales"][start:stop] = quantize_int8(rows.float(), whole)
         else:
             words, scales = _words(rows.float(), packing, packing.scheme.group_size)
             state["values"][start:stop], state["scales"][:, start:stop] = words, scales

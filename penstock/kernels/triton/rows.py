@@ -58,6 +58,42 @@ def change(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["count"])
+def add_shares(
+    parts, scales, bias, out, count, columns,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """parts: [PARTS, rows, columns]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    own = parts + at
+    y = tl.load(own, mask=inside, other=0.0) + tl.load(own + count, mask=inside, other=0.0)
+    if PARTS > 2:
+        own += 2 * count
+        y = y + (tl.load(own, mask=inside, other=0.0) + tl.load(own + count, mask=inside, other=0.0))
+    if PARTS > 4:
+        own += 2 * count
+        z = tl.load(own, mask=inside, other=0.0) + tl.load(own + count, mask=inside, other=0.0)
+        own += 2 * count
+        y = y + (z + (tl.load(own, mask=inside, other=0.0) + tl.load(own + count, mask=inside, other=0.0)))
+    if scales is not None:
+        y = y * tl.load(scales + at % columns, mask=inside, other=0.0)
+    if bias is not None:
+        y = y + tl.load(bias + at % columns, mask=inside, other=0.0)
+    tl.store(out + at, y, mask=inside)
+
+
+def add_parts(
+    parts: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """Add parts [2, 4 or 8, M, N] as a tree, multiply by scales [N], and add bias [N]."""
+    count = out.numel()
+    numbers = count, out.shape[1]
+    options = {"PARTS": len(parts), "BLOCK": BLOCK, "warps": 4}
+    launch(add_shares, (triton.cdiv(count, BLOCK),), parts, scales, bias, out, *numbers, **options)
+    return out
+
+
 def embed(ids: torch.Tensor, table: torch.Tensor, scale: float, out: torch.Tensor) -> torch.Tensor:
     """Look up rows of a table."""
     columns = table.shape[1]
