@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.assembly.memory import CachePlan, MemoryPlan, mib
-from penstock.config import EngineConfig
+from penstock.config import TRITON, EngineConfig
 from penstock.interface.messages import ModelInfo
 from penstock.interface.plugins import files_fingerprint
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.host import resident_bytes
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
+from penstock.kernels.triton import device as gpu
 from penstock.layers.rotary import rotary_fingerprint
 from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.registry import FALLBACK, FallbackVersion, ModelVersion, find_architecture, find_model
@@ -81,7 +82,9 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
     """
     numerics, kv_scales = config.numerics, config.cache.kv_cache_scales
     entry = find_model(model_config.architecture, model_config.model_impl)
-    kernels = f"cpu.{level_of_bits()}" if numerics.kernels == "cpu" else numerics.kernels
+    kernels = numerics.kernels
+    if kernels in ("cpu", TRITON):
+        kernels = f"cpu.{level_of_bits()}" if kernels == "cpu" else gpu.name_of(numerics.device)
     parts = [
         weights,
         repr(replace(model_config, model_impl="")),

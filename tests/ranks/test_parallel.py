@@ -200,7 +200,7 @@ def test_hints_change_bytes_and_nothing_else(models: dict[str, str], tmp_path: P
 
 def test_the_comparison_can_fail(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a comparison that sees nothing: here the ranks' parts are added from left to right."""
-    monkeypatch.setattr("penstock.kernels.cpu.ops.tree_sum", lambda parts, out: np.copyto(out, sum(parts)) or out)
+    monkeypatch.setattr("penstock.kernels.cpu.calls.tree_sum", lambda parts, out: np.copyto(out, sum(parts)) or out)
     assert differs(models["Llama"], {"tensor_parallel_size": 4, "dtype": "float32"}, as_processes=False) is not None
 
 

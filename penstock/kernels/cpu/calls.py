@@ -54,6 +54,7 @@ from penstock.kernels.tensors import (
     dtype_of,
     empty,
     is_torch,
+    tree_sum,
 )
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> PenstockA
     return step
 
 
+SUMMED_ROWS = 16  # of a sum over ranks, which are added at once, so that they stay in the processor's caches
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
@@ -364,6 +366,17 @@ class NativeCalls:
             self.observer.call(name, arguments)
         if status := self._native[name](self.context, *arguments):
             check_status(status)
+
+    def add_parts(self, parts: Sequence[Tensor], scales: Array | None, bias: Array | None, *, out: Tensor) -> Tensor:
+        found, total = [as_array(part) for part in parts], as_array(out)
+        for start in range(0, len(total), SUMMED_ROWS):
+            rows = slice(start, start + SUMMED_ROWS)
+            tree_sum([part[rows] for part in found], total[rows])
+            if scales is not None:
+                total[rows] *= scales
+            if bias is not None:
+                total[rows] += bias
+        return out
 
     def run_host(self, work: Callable[[], None]) -> None:
         recorder, self._recorder = self._recorder, None

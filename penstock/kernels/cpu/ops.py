@@ -82,7 +82,6 @@ from penstock.kernels.tensors import (
     dtype_of,
     empty,
     is_torch,
-    tree_sum,
 )
 
 SCORES = {name.removeprefix("SCORES_").lower(): value for name, value in ABI.enums["RouterScores"].items()}
@@ -230,7 +229,6 @@ class NativeParams:
         self.address = ctypes.addressof(self.struct)
 
 
-SUMMED_ROWS = 16  # of a sum over ranks, which are added at once, so that they stay in the processor's caches
 REMEMBERED_STEPS = 8  # number of steps whose native form is kept for further layers
 REMEMBERED_EXPERTS = 1024  # number of layers whose NativeExperts are kept
 REMEMBERED_PARAMS = 1024  # number of layers whose NativeParams are kept
@@ -268,17 +266,6 @@ class CpuOps(NativeCalls):
         layout = Layout.of(weight.shape, self.element, packing)
         packed = pack(layout, weight, None, self.dtype, self._packer(layout, weight, magnitudes))
         return packed, packed.take_scales()
-
-    def add_parts(self, parts: Sequence[Tensor], scales: Array | None, bias: Array | None, *, out: Tensor) -> Tensor:
-        found, total = [as_array(part) for part in parts], as_array(out)
-        for start in range(0, len(total), SUMMED_ROWS):
-            rows = slice(start, start + SUMMED_ROWS)
-            tree_sum([part[rows] for part in found], total[rows])
-            if scales is not None:
-                total[rows] *= scales
-            if bias is not None:
-                total[rows] += bias
-        return out
 
     def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
         return Layout.of(shape, self.element, packing).num_bytes(bias=bias)

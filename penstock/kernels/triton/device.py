@@ -17,6 +17,7 @@ from penstock.errors import NotSupportedError, fail, invalid, shown
 NAME = "triton"  # of the kernels
 TILE = 128  # positions that attention folds at a time; a block of the cache holds whole tiles
 MAX_HEAD_DIM = 256  # elements of a head that a program of attention can hold
+LEAVES = 1  # pieces of K in products, where a model has one device
 OLDEST = 80  # compute capability, as in sm_80
 PACKAGES = ("torch", "triton")
 DRIVER = "libcuda.so.1"
@@ -109,11 +110,10 @@ def architectures() -> tuple[int, ...] | str:
 
 
 def name_of(device: str) -> str:
-    """Name the arithmetic of kernels on a device, for fingerprints: "triton.sm90" or "triton.interpreted"."""
+    """Name the arithmetic of kernels on a device, for fingerprints: "triton.sm90.leaves1", for example."""
     found = architectures()
-    if is_interpreted() or isinstance(found, str):
-        return "triton.interpreted"
-    return f"triton.sm{found[number_of(device)]}"
+    name = "interpreted" if is_interpreted() or isinstance(found, str) else f"sm{found[number_of(device)]}"
+    return f"{NAME}.{name}.leaves{LEAVES}"
 
 
 def _torch_has_cuda() -> bool:

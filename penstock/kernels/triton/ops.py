@@ -35,6 +35,7 @@ from penstock.kernels.triton import (
 )
 from penstock.kernels.triton import cache as paged
 from penstock.kernels.triton.cache import TritonCache
+from penstock.kernels.triton.device import LEAVES
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.launch import FixedScratch
 from penstock.kernels.triton.packed import TritonLinear
@@ -45,14 +46,20 @@ STAGED_BYTES = 2**20  # of an array that is copied through pinned memory, at mos
 
 
 class TritonOps:
-    """Operations on one device. dtype: the type of weights and of the operands of products."""
+    """Operations on one device.
+
+    Attributes:
+        dtype: the type of weights and of the operands of products.
+        scratch: the memory between the kernels of an operation.
+        recorder: records passes.
+    """
 
     name = "triton"
     is_planned = False
-    leaves = 1
     fixed_rows = programs.ROWS[-1]
 
-    def __init__(self, dtype: Dtype, device: Any = "cuda") -> None:
+    def __init__(self, dtype: Dtype, device: Any = "cuda", *, leaves: int = LEAVES) -> None:
+        self.leaves = leaves
         self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)
         self.device = torch.device(device)
         if self.device.type == "cuda":

@@ -56,7 +56,7 @@ def checksums(links: GlooLinks | None, rank: int, size: int) -> list[list[int | 
         groups = (CacheGroup((0,), None, 2, 128),)
         degrees = Degrees(size, size, size, size)
         plan = RankPlan(config, model, Path(directory), groups, degrees)
-        runner = make_runner(plan, TritonOps(torch.float32, "cpu"), rank, links)
+        runner = make_runner(plan, TritonOps(torch.float32, "cpu", leaves=8), rank, links)
     params, found, length = SamplingParams(temperature=0.0), [], 0
     for number, count in enumerate((3, 1, 1)):
         new = [] if number else [NewRequest("a", PROMPT, 3, params, 0, [[0]])]
