@@ -2,7 +2,7 @@
 
     penstock.commands               a package of commands: COMMANDS, {name: help}, and a module for each name
     penstock.calling_conventions    a module for models with another calling convention: `build` and `adapt`
-    penstock.model_versions         {architecture: ModelVersion}, the implementations of a value of `model_impl`
+    penstock.model_versions         {architecture: {a value of `model_impl`: ModelVersion}}
     penstock.launchers              open_launcher(config, option): starts the ranks of a model elsewhere
     penstock.servers                serve_here(options, replicas, client): a server whose engines run elsewhere
     penstock.executors              an executor without a model, for `--load-format mock`

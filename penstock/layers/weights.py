@@ -473,6 +473,14 @@ class PaddedRows:
         return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
 
 
+def cut_rows(weight: Any, bounds: Sequence[tuple[int, int]]) -> Sequence[RowSource]:
+    """Cut a weight into sources of the rows between bounds. Rows beyond its end are zeros."""
+    source = weight if hasattr(weight, "read") else TensorRows(weight)
+    if isinstance(source, CodedRows):  # all parts of a row are zeros: so are its values
+        return [source.map_rows(partial(PaddedRows, begin=begin, end=end)) for begin, end in bounds]
+    return [PaddedRows(source, begin, end) for begin, end in bounds]
+
+
 class LMHead(Linear):
     """hidden [M, hidden] dtype -> logits [M, V'] float32, where V' is V, or more with padding.
 
@@ -500,12 +508,7 @@ class LMHead(Linear):
         self.pieces = [(begin, end, spec.packing) for begin, end in layout.cuts(self.vocab_size)]
 
     def _sources(self, weight: Any) -> Sequence[Any]:
-        if self.layout.is_plain:
-            return (weight,)
-        source: Any = weight if hasattr(weight, "read") else TensorRows(weight)
-        if isinstance(source, CodedRows):  # all parts of a row are zeros: so are its values
-            return [source.map_rows(partial(PaddedRows, begin=begin, end=end)) for begin, end, _ in self.pieces]
-        return [PaddedRows(source, begin, end) for begin, end, _ in self.pieces]
+        return (weight,) if self.layout.is_plain else cut_rows(weight, [item[:2] for item in self.pieces])
 
     @property
     def has_bias(self) -> bool:

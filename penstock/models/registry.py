@@ -348,8 +348,7 @@ def find_versions(architecture: str) -> dict[str, ModelVersion]:
     found = dict(find_architecture(architecture).versions)
     for name in entry_points.names("model_versions"):
         added = entry_points.load("model_versions", name, "model_impl")
-        if architecture in added:
-            found.setdefault(name, added[architecture])
+        found = added.get(architecture, {}) | found
     return found
 
 

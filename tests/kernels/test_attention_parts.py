@@ -4,7 +4,6 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,33 +21,13 @@ from penstock.kernels.reference.attention import (
     finish,
     fold,
 )
-from penstock_lab.conventions.tiled_attention import attend_tiles, combine, shown, tiles
+from penstock_lab.conventions.tiled_attention import attend_tiles, combine
 
 torch.set_num_threads(1)
 B, N, S, H, HKV, D = 2, 3, 300, 6, 2, 8
 SCORING = Scoring(scale=D**-0.5)
 NAN, INF = float("nan"), float("inf")
 EXACT: dict[str, Any] = {"atol": 1e-12, "rtol": 1e-10}  # of float64
-
-
-def attend_two_loops(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scoring: Scoring, *, tile: int) -> Part:
-    """Compute the same sums in two loops: the first finds m and l over all tiles, the second reads the values. No o is
-    rescaled, but the scores of all tiles are kept between the loops."""
-    greatest, kept = Part.nothing(q).greatest.transpose(1, 2), []
-    for keys in tiles(0, k.shape[1], tile):
-        kept.append(
-            (
-                keys,
-                attention.scores(q, k[:, keys], shown(visible, keys), replace(scoring, bias=shown(scoring.bias, keys))),
-            )
-        )
-        greatest = torch.maximum(greatest, kept[-1][1].amax(dim=-1))
-    weights = [torch.exp(s - greatest.masked_fill(greatest == -INF, 0.0)[..., None]) for _, s in kept]
-    total = torch.stack([p.sum(dim=-1) for p in weights]).sum(dim=0) if kept else torch.zeros_like(greatest)
-    mixed = torch.zeros_like(q)
-    for (keys, _), p in zip(kept, weights, strict=True):
-        mixed = mixed + attention.mix(p, v[:, keys], shown(visible, keys))
-    return Part(greatest.transpose(1, 2), total.transpose(1, 2), mixed)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -167,7 +146,7 @@ def test_two_loops_are_the_online_softmax(tile: int) -> None:
     visible = random_mask(B, H, N, S)
     visible[0, :, 0] = False
     with Operations() as watched:
-        two = finish(attend_two_loops(q, k, v, visible, SCORING, tile=tile))
+        two = finish(attend_tiles(q, k, v, visible, SCORING, tile=tile, loops=2))
     one = finish(attend_tiles(q, k, v, visible, SCORING, tile=tile))
     for a, b in zip(two, one, strict=True):
         torch.testing.assert_close(a, b, **EXACT)
