@@ -346,9 +346,9 @@ def find_versions(architecture: str) -> dict[str, ModelVersion]:
         ModelLoadError: the architecture is not registered.
     """
     found = dict(find_architecture(architecture).versions)
-    for name in entry_points.names("model_versions"):
-        added = entry_points.load("model_versions", name, "model_impl")
-        found = added.get(architecture, {}) | found
+    for entry in entry_points.names("model_versions"):
+        added = entry_points.load("model_versions", entry, "model_impl")
+        found |= {name: version for name, version in added.get(architecture, {}).items() if name not in found}
     return found
 
 

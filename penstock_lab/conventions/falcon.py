@@ -91,7 +91,7 @@ class NativeOperator:
         self._ops, self._dim = ops, head_dim
         self._block = -(-(slots + 1) // GRANULE) * GRANULE
         self._caches: dict[int, KVCache] = {}  # by the number of key/value heads
-        self._step: tuple[Tensor, int, Tensor, AttentionMetadata] | None = None  # mask and its version; slots, metadata
+        self._step: tuple[Tensor, Tensor, AttentionMetadata] | None = None  # mask, slots, metadata
 
     def __call__(
         self, q: Tensor, ks: Sequence[Tensor], vs: Sequence[Tensor], seen: Tensor, params: AttentionParams
@@ -120,7 +120,7 @@ class NativeOperator:
     def _plan(self, seen: Tensor, users: int) -> tuple[Tensor, AttentionMetadata]:
         """Find where the seen slots are stored, and describe the step; layers of a step share both."""
         step = self._step
-        if step is None or (step[0].data_ptr(), step[1]) != (seen.data_ptr(), seen._version):
+        if step is None or not torch.equal(step[0], seen):
             counts = seen.sum(dim=1)
             row, _ = seen.nonzero(as_tuple=True)
             place = torch.cat([torch.arange(count) for count in counts.tolist()])
@@ -132,8 +132,8 @@ class NativeOperator:
                 self._block,
                 None,
             )
-            step = self._step = seen, seen._version, row * self._block + place, meta
-        return step[2:]
+            step = self._step = seen.clone(), row * self._block + place, meta
+        return step[1:]
 
 
 # --- products in parts -----------------------------------------------------------------------------------------------

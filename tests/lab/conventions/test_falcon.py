@@ -24,6 +24,8 @@ from penstock.weights.loader import load_model
 from penstock_lab.compat.falcon import ARGS, STAGES, DecodeBackend, EngineForward, check_args, main, run_backend
 from penstock_lab.conventions.falcon import RWForCausalLM, flash_decode_attention, init_kv_cache, static_inputs
 from tests.families import falcon
+from tests.families.case import Case
+from tests.hf_models import random_ids
 from tests.kernels.packed import levels
 from tests.kernels.test_attention_parts import Operations
 from tests.models.test_falcon import PRINTED
@@ -187,6 +189,26 @@ def test_every_form_of_the_graph_has_the_engine_s_bits(directory: Path, args: di
     assert made.logits.shape[2] == 4096 + (0 if args.get("padded_lm_head") is False else 512)
     assert ops.level == (min("avx2", best_level(), key=LEVELS.index) if "opt_level" in args else best_level())
     assert (layer.mlp.up_proj.spec.packing.scheme is not None) == (args.get("amp_level") == 1)
+
+
+@pytest.mark.covers("F31")
+@pytest.mark.parametrize("case", [case for case in falcon.CASES if not case.shape], ids=str)
+def test_every_generation_has_the_engine_s_bits(case: Case, tmp_path: Path) -> None:
+    """Guards against a version that is another model: every generation of Falcon, served by the engine with this graph
+    and with its own pass, in chunks, in blocks and in rows, gives the same tokens and log-probabilities."""
+    _, made = case.make(tmp_path)
+    prompts = [{"prompt_token_ids": random_ids(length, length)} for length in (1, 11, 4)]
+    found, params = [], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, ignore_eos=True)
+    for options in (
+        {},
+        {"model_impl": "efficient-40b"},
+        {"model_impl": "efficient-40b", "block_size": "max-model-len"},
+    ):
+        with LLM(str(made), max_model_len=32, max_num_batched_tokens=8, threads=1, kernels="cpu", **options) as llm:
+            found.append(
+                [(item.outputs[0].token_ids, item.outputs[0].logprobs) for item in llm.generate(prompts, params)]
+            )
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.covers("F41")
