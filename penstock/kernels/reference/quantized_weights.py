@@ -102,7 +102,7 @@ def quantize_int4(weight: Tensor, group_size: int, leaf_ends: Sequence[int] = ()
         wide[:, index, : end - start] = weight[:, start:end]
     scales = _best_scales(wide)
     wide = _round(wide, scales).to(torch.int8)
-    values = torch.empty(weight.shape, dtype=torch.int8)
+    values = torch.empty_like(weight, dtype=torch.int8)
     for index, (start, end) in enumerate(groups):
         values[:, start:end] = wide[:, index, : end - start]
     return values, scales[:, :, 0]

@@ -118,11 +118,11 @@ def tile(kernel: str, rows: int) -> Tile:
     Raises:
         NotSupportedError: the device is older than every table.
     """
-    return next(found for most, found in _table(architecture())[kernel] if rows <= most)
+    return next(found for most, found in table_of(architecture())[kernel] if rows <= most)
 
 
 @cache
-def _table(architecture: int) -> dict[str, Choices]:
+def table_of(architecture: int) -> dict[str, Choices]:
     """Find the table of an architecture: that of the newest one which is not newer."""
     known = [number for number in TABLES if number != INTERPRETER and number <= architecture]
     if architecture != INTERPRETER and not known:

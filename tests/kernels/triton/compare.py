@@ -1,15 +1,21 @@
-"""Comparisons that every operation has to pass."""
+"""Comparisons that every operation has to pass, in Triton's interpreter or on a GPU.
 
+PENSTOCK_TEST_DEVICE=cuda runs the tests of this folder on a GPU, where they make all tensors (tools/gpu_check.py).
+"""
+
+import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+DEVICE = os.environ.get("PENSTOCK_TEST_DEVICE", "cpu")
 TOLERANCE = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-2, 1e-2)}  # of a result, by its type: relative, absolute
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+    generator = torch.Generator().manual_seed(seed + sum(shape))  # the same numbers on every device
+    return torch.randn(shape, generator=generator, device="cpu").to(DEVICE, dtype)
 
 
 def close(found: Tensor, expected: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter in these tests, with the products of the hardware (hardware.py)."""
+"""Kernels run in Triton's interpreter in these tests, with the products of the hardware (hardware.py), or on a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -6,8 +6,13 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 
-if find_spec("triton") is not None:  # without it, each file says that it is left out
+from tests.kernels.triton.compare import DEVICE
+
+if DEVICE != "cpu":
+    torch.set_default_device(DEVICE)
+elif find_spec("triton") is not None:  # without it, each file says that it is left out
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, whose own functions are kernels, too
     from tests.kernels.triton import hardware
 

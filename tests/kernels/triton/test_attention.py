@@ -13,7 +13,7 @@ from penstock.errors import NotSupportedError
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVScales
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.triton.ops import TritonOps
-from tests.kernels.triton.compare import bits, close, draw
+from tests.kernels.triton.compare import DEVICE, bits, close, draw
 
 BF16, F32, INT8 = torch.bfloat16, torch.float32, torch.int8
 BLOCK = 128
@@ -40,13 +40,14 @@ class Layer:
     def __init__(self, lengths: list[int], heads: Heads, dtype: torch.dtype, kind: torch.dtype, **options: Any) -> None:
         self.heads, self.dtype = heads, dtype
         counts = [-(-length // BLOCK) for length in lengths]
-        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).to(torch.int32).split(counts)
+        order = np.random.default_rng(1).permutation(sum(counts)).astype(np.int32)
+        ends = np.cumsum(counts)
         self.tables = torch.full((len(lengths), max(counts)), -1, dtype=torch.int32)
-        for row, blocks in enumerate(order):
-            self.tables[row, : len(blocks)] = blocks
+        for row, (count, end) in enumerate(zip(counts, ends, strict=True)):
+            self.tables[row, :count] = torch.tensor(order[end - count : end])
         slices = 0 if kind != INT8 else 3 if dtype == F32 else 2
         spec = CacheSpec(sum(counts), BLOCK, heads.num_kv_heads, heads.head_dim, kind, slices, **options)
-        self.ops, self.reference = TritonOps(dtype, "cpu"), ReferenceOps(dtype)
+        self.ops, self.reference = TritonOps(dtype, DEVICE), ReferenceOps(dtype, DEVICE)
         self.cache: Any = self.ops.new_kv_cache(spec)
         self.oracle: Any = self.reference.new_kv_cache(spec)
         for cache in (self.cache, self.oracle):
@@ -181,7 +182,7 @@ def test_storing_and_loading(kind: Any) -> None:
 
 def test_what_is_refused() -> None:
     """Guards against a cache that the kernels would read wrongly, and a ring, whose tokens they would overwrite."""
-    ops = TritonOps(BF16, "cpu")
+    ops = TritonOps(BF16, DEVICE)
     for field, spec in {
         "block_size": CacheSpec(1, 64, 1, 16, BF16),
         "head_dim": CacheSpec(1, 128, 1, 512, BF16),

@@ -15,7 +15,7 @@ from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton import experts
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.packed import pack
-from tests.kernels.triton.compare import bits, close, draw
+from tests.kernels.triton.compare import DEVICE, bits, close, draw
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROUTERS: list[dict[str, Any]] = [
@@ -47,7 +47,7 @@ def test_router(options: dict[str, Any]) -> None:
     params, logits = RouterParams(**options), draw(4, 12)
     logits[1, 5] = logits[1, 9] = 4.0
     ids, weights = route(logits, params)
-    expected_ids, expected_weights = ReferenceOps(F32).route(logits, params)
+    expected_ids, expected_weights = ReferenceOps(F32, DEVICE).route(logits, params)
     assert torch.equal(ids, expected_ids)
     close(weights, expected_weights)
     spoilt = logits.clone()
@@ -65,7 +65,7 @@ def test_router(options: dict[str, Any]) -> None:
 def test_experts(scheme: str | None, ends: tuple[int, ...], weigh: bool) -> None:
     """Guards against a pair that gets another expert, row, scale or weight; an expert that nobody chose; and bits
     that depend on who else chose an expert."""
-    ops, parsed = ReferenceOps(BF16), Scheme.parse(scheme)
+    ops, parsed = ReferenceOps(BF16, DEVICE), Scheme.parse(scheme)
     x, logits = draw(3, 40, dtype=BF16), draw(3, 4)
     logits[:, 2] = -9.0
     chosen = ops.route(logits, RouterParams(3))
@@ -78,7 +78,7 @@ def test_experts(scheme: str | None, ends: tuple[int, ...], weigh: bool) -> None
     ]
     expected = ops.experts(x, oracle[0], oracle[1], chosen, "silu", weigh_inputs=weigh)
     packed = [
-        [pack(TensorRows(weight), bias, packing, BF16, "cpu") for weight, bias in zip(*each, strict=True)]
+        [pack(TensorRows(weight), bias, packing, BF16, DEVICE) for weight, bias in zip(*each, strict=True)]
         for each, packing in zip((up, down), packings, strict=True)
     ]
     tables = Experts.of(packed[0]), Experts.of(packed[1])

@@ -12,7 +12,7 @@ from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton import int4
 from penstock.kernels.triton.packed import count_bytes, pack
 from penstock.kernels.triton.quantize import operand
-from tests.kernels.triton.compare import close, draw, same_rows
+from tests.kernels.triton.compare import DEVICE, close, draw, same_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -29,8 +29,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 def test_against_the_reference(scheme: str, size: int, ends: tuple[int, ...], dtype: torch.dtype) -> None:
     """Guards against a group that has its neighbour's scale or crosses a leaf, and a sign that is lost."""
     weight, bias, x = draw(21, 150) * 150**-0.5, draw(21), draw(3, 150, dtype=dtype)
-    packing, ops = Packing(ends, Scheme.parse(scheme, size)), ReferenceOps(dtype)
-    packed = pack(TensorRows(weight), bias, packing, dtype, "cpu")
+    packing, ops = Packing(ends, Scheme.parse(scheme, size)), ReferenceOps(dtype, DEVICE)
+    packed = pack(TensorRows(weight), bias, packing, dtype, DEVICE)
     assert packed.num_bytes == count_bytes((21, 150), packing, dtype, bias=True)
 
     def product(x: Tensor) -> Tensor:

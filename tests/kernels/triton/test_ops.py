@@ -14,10 +14,10 @@ from penstock.kernels.ops import PLAIN, Packing, XieluCurve
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton.ops import TritonOps
-from tests.kernels.triton.compare import close, draw
+from tests.kernels.triton.compare import DEVICE, close, draw
 
 BF16 = torch.bfloat16
-TRITON, REFERENCE = TritonOps(BF16, "cpu"), ReferenceOps(BF16)
+TRITON, REFERENCE = TritonOps(BF16, DEVICE), ReferenceOps(BF16, DEVICE)
 INT4, EIGHTHS = Packing((), Scheme.parse("int4", 32), gated=True), Packing((3, 6, 9, 12, 15, 18, 21, 24), gated=True)
 
 

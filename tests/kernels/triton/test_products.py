@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,18 +13,20 @@ from penstock.kernels.ops import Packing, TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton import configurations, products
-from penstock.kernels.triton.configurations import HOPPER, INTERPRETER, MANY, TABLES, Tile
+from penstock.kernels.triton.configurations import HOPPER, MANY, Tile, few, table_of
+from penstock.kernels.triton.launch import architecture
 from penstock.kernels.triton.packed import TritonLinear, pack
 from penstock.kernels.triton.quantize import operand
 from tests.kernels.triton import hardware
-from tests.kernels.triton.compare import bits, close, draw, same_rows
+from tests.kernels.triton.compare import DEVICE, bits, close, draw, same_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
 EIGHT = tuple(range(12, 97, 12))
+MANY_ROWS = few() + 2  # so many that `many_rows` multiplies them
 
 
 def packed(weight: Tensor, bias: Tensor | None, packing: Packing, dtype: torch.dtype) -> TritonLinear:
-    return pack(TensorRows(weight), bias, packing, dtype, "cpu")
+    return pack(TensorRows(weight), bias, packing, dtype, DEVICE)
 
 
 def product(x: Tensor, weight: TritonLinear, activation: str = "", dtype: torch.dtype = F32) -> Tensor:
@@ -35,19 +38,19 @@ def product(x: Tensor, weight: TritonLinear, activation: str = "", dtype: torch.
 # dtype, scheme, leaf ends, K, activation, gated, rows
 CASES = [
     (BF16, None, (), 40, "", False, 3),
-    (BF16, None, (), 40, "gelu", False, 26),  # many_rows, with tails everywhere
+    (BF16, None, (), 40, "gelu", False, MANY_ROWS),  # many_rows, with tails everywhere
     (BF16, None, EIGHT, 96, "", False, 3),
-    (BF16, None, tuple(range(32, 257, 32)), 256, "", False, 26),
+    (BF16, None, tuple(range(32, 257, 32)), 256, "", False, MANY_ROWS),
     (BF16, None, (10, 40, 64), 64, "relu2", False, 3),  # leaves of three lengths
     (BF16, None, (), 40, "silu", True, 3),
-    (BF16, None, (), 40, "clamped_silu", True, 26),
+    (BF16, None, (), 40, "clamped_silu", True, MANY_ROWS),
     (F32, None, (), 40, "gelu_tanh", True, 5),
-    (F32, None, EIGHT, 96, "", False, 26),
-    (BF16, "int8", (), 48, "silu", True, 26),
+    (F32, None, EIGHT, 96, "", False, MANY_ROWS),
+    (BF16, "int8", (), 48, "silu", True, MANY_ROWS),
     (BF16, "int8", EIGHT, 96, "", False, 2),
     (BF16, "int8-x2", (10, 48), 48, "", False, 3),
     (F32, "int8-x3", (), 48, "", False, 7),
-    (F32, "int8-x3", (32, 64), 64, "", False, 25),
+    (F32, "int8-x3", (32, 64), 64, "", False, MANY_ROWS // 2),
 ]
 
 
@@ -58,7 +61,7 @@ def test_against_the_reference(
     """Guards against a tail that is read or left out, a leaf in the wrong place, and a bias added after rounding."""
     weight, bias, x = draw(38, depth) * depth**-0.5, draw(38), draw(rows, depth, dtype=dtype)
     packing = Packing(ends, Scheme.parse(scheme), gated)
-    ops = ReferenceOps(dtype)
+    ops = ReferenceOps(dtype, DEVICE)
     oracle = ops.pack_linear(weight, bias, packing)
     if gated:
         expected = ops.gated_linear(x, oracle, activation)
@@ -76,41 +79,60 @@ def test_rows_are_independent(scheme: str | None) -> None:
 
 def test_a_result_may_be_columns_of_a_wider_one() -> None:
     """Guards against a kernel that takes its own number of columns for the distance between rows."""
-    weight, x, wide = packed(draw(20, 40), None, Packing(), BF16), draw(26, 40, dtype=BF16), torch.zeros(26, 64)
-    for rows in (3, 26):
+    weight, x, wide = (
+        packed(draw(20, 40), None, Packing(), BF16),
+        draw(MANY_ROWS, 40, dtype=BF16),
+        torch.zeros(MANY_ROWS, 64),
+    )
+    for rows in (3, MANY_ROWS):
         products.product(operand(x[:rows], weight), weight, wide[:rows, 8:28])
         assert torch.equal(wide[:rows, 8:28], product(x[:rows], weight))
     assert not wide[:, :8].any()
     assert not wide[:, 28:].any()
 
 
+RULES = [hardware.HOPPER, hardware.AMPERE]
+if DEVICE != "cpu":
+    RULES = RULES[:1] if architecture() >= 90 else RULES[1:]
+
+
 @pytest.fixture
 def table() -> Iterator[dict[str, configurations.Choices]]:
-    """The interpreter's table, to be changed."""
-    before = dict(TABLES[INTERPRETER])
-    yield TABLES[INTERPRETER]
-    TABLES[INTERPRETER].update(before)
+    """The table of configurations in use, to be changed."""
+    found = table_of(architecture())
+    before = dict(found)
+    yield found
+    found.update(before)
     hardware.use(hardware.HOPPER)
 
 
-@pytest.mark.parametrize("rule", [hardware.HOPPER, hardware.AMPERE])
+def tiles(kernel: str) -> list[Tile]:
+    """List small tiles of every depth, and on a GPU those of its table."""
+    depths = sorted({tile.depth for choices in HOPPER.values() for _, tile in choices if tile.depth <= 128})
+    found = [Tile(16 if kernel == "few_rows" else 32, 16, depth, 4, 1) for depth in depths]
+    if DEVICE != "cpu":
+        names = [name for name in HOPPER if name.startswith(kernel) and "int8" not in name and "float32" not in name]
+        found += [tile for name in names for _, tile in table_of(architecture())[name]]
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_no_tile_changes_bits(rule: hardware.Rule, table: dict[str, configurations.Choices]) -> None:
     """Guards against a sum that follows the tile: every depth in a table, few rows and many, give the same bits, which
-    are those of the rule over whole leaves."""
+    are those of the rule over whole leaves. On a GPU, also against a rule that is not the hardware's."""
     hardware.use(rule)
-    weight, x = draw(16, 256), draw(26, 256, dtype=BF16)
-    depths = sorted({tile.depth for choices in HOPPER.values() for _, tile in choices if tile.depth <= 128})
-    left, right = x.float().numpy(), weight.to(BF16).float().numpy().T
-    zeros = torch.zeros(26, 16).numpy()
-    for length in (256, 32):
+    weight, x = draw(16, 256), draw(MANY_ROWS, 256, dtype=BF16)
+    left, right = x.float().cpu().numpy(), weight.to(BF16).float().cpu().numpy().T
+    zeros = np.zeros((MANY_ROWS, 16), np.float32)
+    for length in (256, 64):
         linear = packed(weight, None, Packing(tuple(range(length, 257, length))), BF16)
         parts = [slice(start, start + length) for start in range(0, 256, length)]
-        sums = [torch.from_numpy(hardware.multiply(left[:, part], right[part], zeros, rule)) for part in parts]
+        sums = [torch.tensor(hardware.multiply(left[:, part], right[part], zeros, rule)) for part in parts]
         while len(sums) > 1:
             sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
         for name in ("few_rows", "many_rows"):
-            for depth in depths if length == 256 else (32, 128):
-                rows, kind = (4, 16) if name == "few_rows" else (26, 32)
-                table[f"{name} leaves"] = table[name] = ((MANY, Tile(kind, 16, depth, 4, 1)),)
-                assert torch.equal(bits(product(x[:rows], linear)), bits(sums[0][:rows])), (name, depth, length)
-        table.update(dict.fromkeys(table, ((MANY, configurations.SMALL),)))
+            rows = 4 if name == "few_rows" else MANY_ROWS
+            for tile in tiles(name):
+                table[f"{name} leaves"] = table[name] = ((MANY, tile),)
+                assert torch.equal(bits(product(x[:rows], linear)), bits(sums[0][:rows])), (name, tile, length)
+            table[f"{name} leaves"] = table[name] = ((MANY, configurations.SMALL),)

@@ -13,7 +13,7 @@ from penstock.kernels.metadata import Heads, RotaryParams
 from penstock.kernels.ops import XieluCurve
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.triton import norms, rotary, rows
-from tests.kernels.triton.compare import bits, close, draw, same_rows
+from tests.kernels.triton.compare import DEVICE, bits, close, draw, same_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("hidden", [40, 600])  # within a block and beyond a warp
 def test_norms(hidden: int, centred: bool, dtype: torch.dtype) -> None:
     """Guards against padding that counts in a mean, and a branch that is normed but not added to the stream."""
-    ops = ReferenceOps(dtype)
+    ops = ReferenceOps(dtype, DEVICE)
     weight, bias = draw(hidden) + 1, draw(hidden, seed=1) if centred else None
     x, h = draw(4, hidden) + 3, draw(4, hidden, seed=2)
 
@@ -44,7 +44,7 @@ def test_norms(hidden: int, centred: bool, dtype: torch.dtype) -> None:
 def test_norms_of_heads_leave_other_columns_alone() -> None:
     """Guards against a head normed with another's weight, and a stride that is the number of normed columns."""
     x, weight = draw(3, 5 * 24), draw(4, 24)
-    expected = ReferenceOps(torch.float32).norm_heads(x.clone(), weight, 1e-5)
+    expected = ReferenceOps(torch.float32, DEVICE).norm_heads(x.clone(), weight, 1e-5)
     close(norms.norm_heads(x, weight, 1e-5), expected)
 
 
@@ -70,7 +70,7 @@ def test_rotary(dtype: torch.dtype, options: dict[str, Any]) -> None:
         return rotary.rotary_qkv(qkv, positions, params, (out[0], out[1], out[2]))
 
     found = rotate(qkv, positions)
-    for item, expected in zip(found, ReferenceOps(dtype).rotary_qkv(qkv, positions, params), strict=True):
+    for item, expected in zip(found, ReferenceOps(dtype, DEVICE).rotary_qkv(qkv, positions, params), strict=True):
         close(item, expected)
     for item, whole in zip(rotate(qkv[1:2], positions[1:2]), found, strict=True):
         assert torch.equal(bits(item), bits(whole[1:2]))
@@ -81,7 +81,7 @@ def test_embedding(dtype: torch.dtype) -> None:
     """Guards against an offset of 32 bits, a missing scale, and a last block that is not cut off."""
     table, ids = draw(5, 1030, dtype=dtype), torch.tensor([4, 0, 4])
     found = rows.embed(ids, table, 3.5, torch.empty(3, 1030))
-    assert torch.equal(found, ReferenceOps(dtype).embedding(ids, table, scale=3.5))
+    assert torch.equal(found, ReferenceOps(dtype, DEVICE).embedding(ids, table, scale=3.5))
 
 
 CURVE = XieluCurve(0.8, 1.3, 0.5, -1e-6)
@@ -106,8 +106,9 @@ def test_elements(name: str) -> None:
     """Guards against a series or a quotient that is wrong for small, large or negative numbers, and against blocks that
     begin in the wrong row."""
     reference, compute = ELEMENTS[name]
-    x = draw(9, 150) * 2.0 ** torch.randint(-20, 6, (9, 150), generator=torch.Generator().manual_seed(1))
-    expected = reference(ReferenceOps(torch.bfloat16), x.clone())
+    powers = torch.randint(-20, 6, (9, 150), generator=torch.Generator().manual_seed(1), device="cpu")
+    x = draw(9, 150) * 2.0 ** powers.to(DEVICE)
+    expected = reference(ReferenceOps(torch.bfloat16, DEVICE), x.clone())
     found = compute(x.clone())
     close(found, expected)
     if expected.dtype == torch.float32:

@@ -13,9 +13,9 @@ from penstock.kernels.reference.sampling import gumbel_noise, truncate
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
 from penstock.kernels.triton import sampling
 from penstock.kernels.triton.ops import TritonOps
-from tests.kernels.triton.compare import draw
+from tests.kernels.triton.compare import DEVICE, draw
 
-TRITON, REFERENCE = TritonOps(torch.float32, "cpu"), ReferenceOps(torch.float32)
+TRITON, REFERENCE = TritonOps(torch.float32, DEVICE), ReferenceOps(torch.float32, DEVICE)
 V = 700  # three blocks, the last of which is not filled
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's maximum of a row of NaN
 
