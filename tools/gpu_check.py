@@ -278,7 +278,7 @@ def operations() -> list[Row]:
     names = [path.relative_to(ROOT) for path in files if path.name not in ("test_gates.py", "test_hardware.py")]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *names]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", f"--junitxml={report}", *names]
         try:
             import xdist  # noqa: F401
 

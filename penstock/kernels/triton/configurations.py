@@ -1,10 +1,9 @@
 """The configurations of kernels, one table per architecture: nothing is tuned on a user's machine.
 
-A configuration is chosen by the kernel's name and the number of rows alone; that of attention, by the elements of a
-head. No configuration may change a bit of a
-result (tests/kernels/triton/test_products.py computes with all of them), so a table is only about speed. The one of
-sm_90 has the best of those measured on an H200; the others follow it as far as their shared memory and registers allow,
-and have not been measured.
+A configuration is chosen by the kernel's name, the number of rows and that of columns; that of attention, by the
+elements of a head. No configuration may change a bit of a result (tests/kernels/triton/test_products.py computes with
+all of them), so a table is only about speed. The one of sm_90 has the best of those that tools/gpu_tune.py measured on
+an H200; the others follow it as far as their shared memory and registers allow, and have not been measured.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from penstock.kernels.triton.launch import INTERPRETER, architecture
 class Tile:
     """Size one step of a program: `rows` rows of x times `columns` outputs, `depth` elements of K per step.
 
-    In attention: query rows, positions, and elements of a head.
+    In attention: query rows, positions, and elements of a head. blocks: a product reads both operands as blocks, which
+    not every weight allows (products.many_rows).
     """
 
     rows: int
@@ -26,73 +26,119 @@ class Tile:
     depth: int
     warps: int
     stages: int
+    blocks: bool = False
 
 
-Choices = tuple[tuple[int, Tile], ...]  # tiles for up to so many rows, ascending; the last one is for any number
+Choices = tuple[tuple[int, int, Tile], ...]  # tiles for up to so many rows and columns; the first that fits is taken
 
 MANY = 2**31
-SMALL = Tile(16, 16, 32, 4, 1)
+SMALL, SMALL_BLOCKS = Tile(16, 16, 32, 4, 1), Tile(16, 16, 32, 4, 1, blocks=True)
+
+
+def any_columns(*choices: tuple[int, Tile]) -> Choices:
+    """Choose by rows alone."""
+    return tuple((rows, MANY, tile) for rows, tile in choices)
+
+
 HOPPER: dict[str, Choices] = {
-    "few_rows": (
+    "product": any_columns(
         (16, Tile(16, 64, 128, 4, 4)),
         (32, Tile(32, 64, 128, 4, 4)),
         (64, Tile(64, 64, 128, 4, 4)),
-        (MANY, Tile(128, 64, 64, 8, 4)),
+        (128, Tile(128, 64, 64, 8, 4)),
+        (MANY, Tile(128, 256, 64, 8, 4, blocks=True)),
     ),
-    "few_rows leaves": ((16, Tile(16, 64, 128, 4, 4)), (32, Tile(32, 64, 128, 4, 4)), (MANY, Tile(64, 64, 64, 8, 4))),
-    "few_rows gated": (
+    "product leaves": any_columns(
+        (16, Tile(16, 64, 128, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 4)),
+        (128, Tile(64, 64, 64, 8, 4)),
+        (MANY, Tile(128, 128, 64, 8, 4, blocks=True)),
+    ),
+    "product gated": any_columns(
         (16, Tile(16, 64, 128, 4, 4)),
         (32, Tile(32, 64, 128, 4, 3)),
-        (MANY, Tile(64, 64, 64, 4, 4)),
+        (128, Tile(64, 64, 64, 4, 4)),
+        (MANY, Tile(128, 128, 64, 8, 4, blocks=True)),
     ),
-    "few_rows float32": ((MANY, Tile(16, 32, 32, 4, 3)),),
-    "few_rows int8": ((16, Tile(16, 64, 256, 4, 4)), (32, Tile(32, 64, 128, 4, 4)), (MANY, Tile(64, 64, 128, 4, 4))),
-    "int4": ((16, Tile(16, 64, 256, 4, 4)), (32, Tile(32, 64, 256, 4, 3)), (MANY, Tile(64, 64, 256, 8, 3))),
-    "many_rows": ((MANY, Tile(128, 256, 64, 8, 4)),),
-    "many_rows gated": ((MANY, Tile(128, 128, 64, 8, 4)),),
-    "many_rows leaves": ((MANY, Tile(128, 128, 64, 8, 4)),),
-    "many_rows int8": ((MANY, Tile(128, 128, 128, 8, 4)),),
-    "many_rows float32": ((MANY, Tile(16, 32, 32, 4, 3)),),
-    "attend_span": ((128, Tile(16, 128, 128, 4, 3)), (MANY, Tile(16, 128, 256, 8, 1))),
-    "attend_span wide": ((128, Tile(64, 128, 128, 4, 3)), (MANY, Tile(32, 128, 256, 8, 1))),
-    "attend_span int8": ((128, Tile(16, 128, 128, 4, 3)), (MANY, Tile(16, 128, 256, 8, 2))),
-    "attend_span wide int8": ((MANY, Tile(32, 128, 128, 4, 2)),),
-    "attend_span float32": ((MANY, Tile(16, 128, 256, 16, 1)),),
-    "attend_rows": ((128, Tile(128, 128, 128, 8, 3)), (MANY, Tile(32, 128, 256, 8, 1))),
-    "attend_rows int8": ((128, Tile(32, 128, 128, 4, 2)), (MANY, Tile(16, 128, 256, 8, 1))),
-    "attend_rows float32": ((MANY, Tile(16, 128, 256, 16, 1)),),
+    "product float32": any_columns((MANY, Tile(16, 32, 32, 4, 3))),
+    "product int8": any_columns(
+        (16, Tile(16, 64, 256, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 4)),
+        (128, Tile(64, 64, 128, 4, 4)),
+        (MANY, Tile(128, 128, 128, 8, 4, blocks=True)),
+    ),
+    "int4": any_columns((16, Tile(16, 64, 256, 4, 4)), (32, Tile(32, 64, 256, 4, 3)), (MANY, Tile(64, 64, 256, 8, 3))),
+    "attend_span": any_columns((128, Tile(16, 128, 128, 4, 3)), (MANY, Tile(16, 128, 256, 8, 1))),
+    "attend_span wide": any_columns((128, Tile(64, 128, 128, 4, 3)), (MANY, Tile(32, 128, 256, 8, 1))),
+    "attend_span int8": any_columns((128, Tile(16, 128, 128, 4, 3)), (MANY, Tile(16, 128, 256, 8, 2))),
+    "attend_span wide int8": any_columns((MANY, Tile(32, 128, 128, 4, 2))),
+    "attend_span float32": any_columns((MANY, Tile(16, 128, 256, 16, 1))),
+    "attend_rows": any_columns((128, Tile(128, 128, 128, 8, 3)), (MANY, Tile(32, 128, 256, 8, 1))),
+    "attend_rows int8": any_columns((128, Tile(32, 128, 128, 4, 2)), (MANY, Tile(16, 128, 256, 8, 1))),
+    "attend_rows float32": any_columns((MANY, Tile(16, 128, 256, 16, 1))),
 }
 # mma.sync from registers, and 164 KiB of shared memory
 AMPERE: dict[str, Choices] = HOPPER | {
-    "int4": ((16, Tile(16, 64, 256, 4, 4)), (MANY, Tile(32, 64, 256, 4, 3))),
-    "many_rows": ((MANY, Tile(128, 128, 64, 8, 3)),),
-    "many_rows gated": ((MANY, Tile(128, 64, 64, 8, 3)),),
-    "many_rows leaves": ((MANY, Tile(128, 64, 64, 8, 3)),),
-    "attend_span": ((128, Tile(16, 128, 128, 4, 2)), (MANY, Tile(16, 128, 256, 8, 1))),
-    "attend_span wide": ((128, Tile(64, 128, 128, 8, 2)), (MANY, Tile(32, 128, 256, 8, 1))),
-    "attend_rows": ((128, Tile(64, 128, 128, 8, 2)), (MANY, Tile(32, 128, 256, 8, 1))),
+    "product": any_columns(
+        (16, Tile(16, 64, 128, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 4)),
+        (64, Tile(64, 64, 128, 4, 4)),
+        (128, Tile(128, 64, 64, 8, 4)),
+        (MANY, Tile(128, 128, 64, 8, 3, blocks=True)),
+    ),
+    "product leaves": any_columns(
+        (16, Tile(16, 64, 128, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 4)),
+        (128, Tile(64, 64, 64, 8, 4)),
+        (MANY, Tile(128, 64, 64, 8, 3, blocks=True)),
+    ),
+    "product gated": any_columns(
+        (16, Tile(16, 64, 128, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 3)),
+        (128, Tile(64, 64, 64, 4, 4)),
+        (MANY, Tile(128, 64, 64, 8, 3, blocks=True)),
+    ),
+    "product int8": any_columns(
+        (16, Tile(16, 64, 256, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 4)),
+        (128, Tile(64, 64, 128, 4, 4)),
+        (MANY, Tile(128, 128, 128, 8, 4, blocks=True)),
+    ),
+    "int4": any_columns((16, Tile(16, 64, 256, 4, 4)), (MANY, Tile(32, 64, 256, 4, 3))),
+    "attend_span": any_columns((128, Tile(16, 128, 128, 4, 2)), (MANY, Tile(16, 128, 256, 8, 1))),
+    "attend_span wide": any_columns((128, Tile(64, 128, 128, 8, 2)), (MANY, Tile(32, 128, 256, 8, 1))),
+    "attend_rows": any_columns((128, Tile(64, 128, 128, 8, 2)), (MANY, Tile(32, 128, 256, 8, 1))),
 }
 # 99 KiB of shared memory
 SMALLER: dict[str, Choices] = AMPERE | {
-    "few_rows": (
+    "product": any_columns(
         (16, Tile(16, 64, 128, 4, 4)),
         (32, Tile(32, 64, 128, 4, 3)),
         (64, Tile(64, 64, 64, 4, 4)),
-        (MANY, Tile(128, 64, 64, 8, 3)),
+        (128, Tile(128, 64, 64, 8, 3)),
+        (MANY, Tile(128, 128, 32, 8, 3, blocks=True)),
     ),
-    "few_rows leaves": ((16, Tile(16, 64, 128, 4, 4)), (32, Tile(32, 64, 128, 4, 3)), (MANY, Tile(64, 64, 64, 8, 3))),
-    "few_rows gated": ((16, Tile(16, 64, 64, 4, 4)), (MANY, Tile(64, 64, 64, 4, 3))),
-    "few_rows int8": ((16, Tile(16, 64, 256, 4, 3)), (32, Tile(32, 64, 128, 4, 4)), (MANY, Tile(64, 64, 128, 4, 3))),
-    "int4": ((16, Tile(16, 64, 256, 4, 3)), (MANY, Tile(32, 64, 256, 4, 3))),
-    "many_rows": ((MANY, Tile(128, 128, 32, 8, 3)),),
-    "many_rows gated": ((MANY, Tile(128, 64, 32, 8, 3)),),
-    "many_rows leaves": ((MANY, Tile(128, 64, 32, 8, 3)),),
-    "many_rows int8": ((MANY, Tile(128, 128, 64, 8, 3)),),
+    "product leaves": any_columns(
+        (16, Tile(16, 64, 128, 4, 4)),
+        (32, Tile(32, 64, 128, 4, 3)),
+        (128, Tile(64, 64, 64, 8, 3)),
+        (MANY, Tile(128, 64, 32, 8, 3, blocks=True)),
+    ),
+    "product gated": any_columns(
+        (16, Tile(16, 64, 64, 4, 4)), (128, Tile(64, 64, 64, 4, 3)), (MANY, Tile(128, 64, 32, 8, 3, blocks=True))
+    ),
+    "product int8": any_columns(
+        (16, Tile(16, 64, 256, 4, 3)),
+        (32, Tile(32, 64, 128, 4, 4)),
+        (128, Tile(64, 64, 128, 4, 3)),
+        (MANY, Tile(128, 128, 64, 8, 3, blocks=True)),
+    ),
+    "int4": any_columns((16, Tile(16, 64, 256, 4, 3)), (MANY, Tile(32, 64, 256, 4, 3))),
 }
-WIDER: Choices = ((MANY, Tile(32, 128, 256, 4, 1)),)
+WIDER: Choices = any_columns((MANY, Tile(32, 128, 256, 4, 1)))
 INTERPRETED: dict[str, Choices] = {
     # in float32, items have 16 rows there, too: there is no wide attend_span for it
-    name: WIDER if name in ("attend_rows", "attend_rows int8") else ((MANY, SMALL),)
+    name: WIDER if name in ("attend_rows", "attend_rows int8") else any_columns((24, SMALL), (MANY, SMALL_BLOCKS))
     for name in HOPPER
 }
 TABLES: dict[int, dict[str, Choices]] = {
@@ -102,23 +148,21 @@ TABLES: dict[int, dict[str, Choices]] = {
     89: SMALLER,
     90: HOPPER,
     # items of so few rows that all of attention is computed by mma.sync: nobody has compared its bits with tcgen05's
-    100: HOPPER | {"attend_rows": ((128, Tile(32, 128, 128, 8, 3)), (MANY, Tile(32, 128, 256, 8, 1)))},
+    100: HOPPER | {"attend_rows": any_columns((128, Tile(32, 128, 128, 8, 3)), (MANY, Tile(32, 128, 256, 8, 1)))},
     120: SMALLER,
 }
 
 
-def few() -> int:
-    """Return for how many rows, at most, a kernel for few rows is the faster one."""
-    return 24 if architecture() == INTERPRETER else 128
+def tile(kernel: str, rows: int, columns: int = 1, *, blocks: bool = False) -> Tile:
+    """Choose the configuration of a kernel for a number of rows and columns, or for the elements of a head.
 
-
-def tile(kernel: str, rows: int) -> Tile:
-    """Choose the configuration of a kernel for a number of rows, or for the elements of a head.
+    blocks: tiles whose operands are read as blocks are allowed.
 
     Raises:
         NotSupportedError: the device is older than every table.
     """
-    return next(found for most, found in table_of(architecture())[kernel] if rows <= most)
+    allowed = [choice for choice in table_of(architecture())[kernel] if blocks or not choice[2].blocks]
+    return next((found for most, widest, found in allowed if rows <= most and columns <= widest), allowed[-1][2])
 
 
 @cache

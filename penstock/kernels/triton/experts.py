@@ -283,8 +283,8 @@ def _products(
 ) -> None:
     """Compute the products of all pairs into out [pairs, columns]; rows of x are shared by `share` pairs each."""
     like, values = weights.like, operand(x, weights.like, scratch)
-    name = "int4" if like.group_size else "few_rows" + kind_of(like, gated)
-    found = tile(name, max(1, len(out) * values.slices // weights.count))
+    name = "int4" if like.group_size else "product" + kind_of(like, gated)
+    found = tile(name, max(1, len(out) * values.slices // weights.count), out.shape[1])
     tokens, capacity = found.rows // values.slices, lists.shape[1]
     kinds: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int8: tl.int8}
     launch(

@@ -85,7 +85,7 @@ def groups(
 
 def product(x: Operand, weight: TritonLinear, out: torch.Tensor, *, activation: str = "") -> torch.Tensor:
     """Compute a product with an int4 weight into out, of any float type and with rows of any stride."""
-    (columns, depth), found = weight.shape, tile("int4", x.rows)
+    (columns, depth), found = weight.shape, tile("int4", x.rows, weight.shape[0])
     arguments = x.values, weight.values, weight.scales, weight.bias, x.scales, weight.starts, out
     launch(
         groups,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from penstock.kernels.triton.configurations import Tile, few, tile
+from penstock.kernels.triton.configurations import Tile, tile
 from penstock.kernels.triton.elements import activate, gate, mma
 from penstock.kernels.triton.launch import ANEW, Scratch, launch, processors
 from penstock.kernels.triton.packed import TritonLinear
@@ -236,11 +236,12 @@ def product(
     gated: the weight is gate rows, then up rows, in one leaf, and `out` is activation(gate) * up.
     """
     columns, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    name, rows = kind_of(weight, gated), x.rows * x.slices
-    found = tile("few_rows" + name, rows)
-    if rows > few() and _is_aligned(weight, wide := tile("many_rows" + name, rows)):
-        _many_rows(x, weight, out, wide, columns, activation, gated, scratch)
+    name, rows = "product" + kind_of(weight, gated), x.rows * x.slices
+    found = tile(name, rows, columns, blocks=True)
+    if found.blocks and _is_aligned(weight, found):
+        _many_rows(x, weight, out, found, columns, activation, gated, scratch)
         return out
+    found = tile(name, rows, columns)
     tokens = found.rows // x.slices
     launch(
         few_rows,

@@ -13,7 +13,7 @@ from penstock.kernels.ops import Packing, TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton import configurations, products
-from penstock.kernels.triton.configurations import HOPPER, MANY, Tile, few, table_of
+from penstock.kernels.triton.configurations import HOPPER, MANY, Tile, table_of
 from penstock.kernels.triton.launch import architecture
 from penstock.kernels.triton.packed import TritonLinear, pack
 from penstock.kernels.triton.quantize import operand
@@ -22,7 +22,7 @@ from tests.kernels.triton.compare import DEVICE, bits, close, draw, same_rows
 
 BF16, F32 = torch.bfloat16, torch.float32
 EIGHT = tuple(range(12, 97, 12))
-MANY_ROWS = few() + 2  # so many that `many_rows` multiplies them
+MANY_ROWS = 26 if DEVICE == "cpu" else 130  # so many that `many_rows` multiplies them
 
 
 def packed(weight: Tensor, bias: Tensor | None, packing: Packing, dtype: torch.dtype) -> TritonLinear:
@@ -106,13 +106,16 @@ def table() -> Iterator[dict[str, configurations.Choices]]:
     hardware.use(hardware.HOPPER)
 
 
-def tiles(kernel: str) -> list[Tile]:
-    """List small tiles of every depth, and on a GPU those of its table."""
-    depths = sorted({tile.depth for choices in HOPPER.values() for _, tile in choices if tile.depth <= 128})
-    found = [Tile(16 if kernel == "few_rows" else 32, 16, depth, 4, 1) for depth in depths]
+def tiles(rows: int) -> list[Tile]:
+    """List small tiles of every depth for a number of rows, and on a GPU those of its table."""
+    blocks = rows == MANY_ROWS
+    of_tables = [tile for choices in HOPPER.values() for _, _, tile in choices]
+    depths = sorted({tile.depth for tile in of_tables if tile.depth <= 128})
+    found = [Tile(32 if blocks else 16, 16, depth, 4, 1, blocks) for depth in depths]
     if DEVICE != "cpu":
-        names = [name for name in HOPPER if name.startswith(kernel) and "int8" not in name and "float32" not in name]
-        found += [tile for name in names for _, tile in table_of(architecture())[name]]
+        names = "product", "product leaves", "product gated"
+        used = {tile for name in names for _, _, tile in table_of(architecture())[name]}
+        found += sorted((tile for tile in used if tile.blocks == blocks), key=str)
     return found
 
 
@@ -130,9 +133,8 @@ def test_no_tile_changes_bits(rule: hardware.Rule, table: dict[str, configuratio
         sums = [torch.tensor(hardware.multiply(left[:, part], right[part], zeros, rule)) for part in parts]
         while len(sums) > 1:
             sums = [one + other for one, other in zip(sums[::2], sums[1::2], strict=True)]
-        for name in ("few_rows", "many_rows"):
-            rows = 4 if name == "few_rows" else MANY_ROWS
-            for tile in tiles(name):
-                table[f"{name} leaves"] = table[name] = ((MANY, tile),)
-                assert torch.equal(bits(product(x[:rows], linear)), bits(sums[0][:rows])), (name, tile, length)
-            table[f"{name} leaves"] = table[name] = ((MANY, configurations.SMALL),)
+        for rows in (4, MANY_ROWS):
+            for tile in tiles(rows):
+                small = (4, MANY, configurations.SMALL)  # where a weight is not read as blocks
+                table["product leaves"] = table["product"] = ((MANY, MANY, tile), small)
+                assert torch.equal(bits(product(x[:rows], linear)), bits(sums[0][:rows])), (rows, tile, length)
