@@ -284,7 +284,7 @@ def first_seen(position, window, sinks, CHUNKED: tl.constexpr):
     return tl.maximum(first, sinks)
 
 
-@triton.jit(do_not_specialize=["tokens", "table_stride", "window", "sinks", "spans"])
+@triton.jit(do_not_specialize=["blocks", "tokens", "table_stride", "window", "sinks", "spans"])
 def attend_span(
     q, q_numbers, keys, values, token_scales, items, query_start, lengths, tables, slopes, states, sums,
     blocks, tokens, table_stride, window, sinks, spans, scale, softcap, log2,
@@ -402,7 +402,7 @@ def attend_tiles(
     return m, l, o, sm, sl, so
 
 
-@triton.jit(do_not_specialize=["tokens", "table_stride", "window", "sinks"])
+@triton.jit(do_not_specialize=["blocks", "tokens", "table_stride", "window", "sinks"])
 def attend_rows(
     q, q_numbers, keys, values, token_scales, items, query_start, lengths, tables, slopes, channels, sink_logits,
     out, lse, blocks, tokens, table_stride, window, sinks, scale, softcap, log2,

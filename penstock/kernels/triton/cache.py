@@ -3,6 +3,9 @@
 `store_token`: a program owns one kv head of one new token, and writes its key and its value, and their scales.
 `load_token`: a program owns one kv head of one slot, and reads both as float32.
 
+A value that is not finite is stored as a key of NaN and a value of zeros. So rows that see its token become NaN, and
+rows that do not see it multiply zeros by zeros, where zero times NaN would reach them, too.
+
 Layout: keys are [block, kv head, position, D], and so are float values. int8 values are [block, kv head, D, position],
 because tensor cores read operands of 8 bits along the summed dimension only. The scale and the offset of each token are
 [keys or values, block, kv head, position, 2]. Integers, scales and offsets are those of reference/quantized_kv.py.
@@ -162,6 +165,9 @@ def store_token(
             tl.store(keys + at, stored_key, mask=inside)
             tl.store(values + place * BLOCK * D + d * BLOCK + offset, stored_value, mask=inside)
         else:
+            value = value.to(values.dtype.element_ty).to(tl.float32)
+            fine = tl.min(tl.where(inside & ((tl.abs(value) < float("inf")) == 0), 0, 1), axis=0) == 1
+            key, value = tl.where(fine, key, float("nan")), tl.where(fine, value, 0.0)
             tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
             tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
 

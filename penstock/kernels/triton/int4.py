@@ -31,6 +31,17 @@ def group(words, INDEX: tl.constexpr, INTEGER: tl.constexpr):
 
 
 @triton.jit
+def quad_scales(w_scales, quad, quads, rn, N):
+    """Read the scales of the four groups of a word, each [columns]: of none beyond the last word."""
+    at, inside = w_scales + quad * 4 * N + rn, (rn < N) & (quad < quads)
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + N, mask=inside, other=0.0).to(tl.float32)
+    third = tl.load(at + 2 * N, mask=inside, other=0.0).to(tl.float32)
+    fourth = tl.load(at + 3 * N, mask=inside, other=0.0).to(tl.float32)
+    return first, second, third, fourth
+
+
+@triton.jit
 def group_outputs(
     x_rows, is_row, w, w_scales, bias, scales, starts, rn, M, N, length, quads,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, LEAVES: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -41,19 +52,22 @@ def group_outputs(
     kind: tl.constexpr = tl.float32 if scales is None else tl.int32
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     one, two, four = total, total, total
+    first, second, third, fourth = quad_scales(w_scales, 0, LEAVES * quads, rn, N)
     for quad in range(0, LEAVES * quads):
         leaf, within = quad // quads, quad % quads * (4 * SIZE) + lane
         start, end = leaf * length, leaf * length + length
         if starts is not None:
             start, end = tl.load(starts + leaf), tl.load(starts + leaf + 1)
         words = tl.load(w_rows + quad * SIZE, mask=is_column, other=0, eviction_policy="evict_first")
+        scale = first, second, third, fourth
+        # read a step ahead: these loads are not asynchronous, and every product would wait for its own
+        first, second, third, fourth = quad_scales(w_scales, quad + 1, LEAVES * quads, rn, N)
         for index in tl.static_range(4):
             k = start + within + index * SIZE
             xt = tl.load(x_rows[None, :] + k[:, None], mask=is_row[None, :] & (k < end)[:, None], other=0)
             values = group(words, index, scales is not None)
             part = mma(values, xt.to(values.dtype), tl.zeros([COLUMNS, ROWS], kind)).to(tl.float32)
-            scale = tl.load(w_scales + (quad * 4 + index) * N + rn, mask=rn < N, other=0.0)
-            total = total + part * scale.to(tl.float32)[:, None]
+            total = total + part * scale[index][:, None]
         if (quad + 1) % quads == 0:
             value = leaf_value(total, scales, is_row, leaf, M, ROWS, 1)
             one, two, four = add_leaf(leaf, value, one, two, four)

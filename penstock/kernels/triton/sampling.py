@@ -31,7 +31,7 @@ W0, W1 = (tl.constexpr(number) for number in WEYL)
 TIMES = tl.constexpr(ROUNDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "V"])
 def adjust_pairs(logits, pairs, first, second, counts, P, V, BLOCK: tl.constexpr, OPERATION: tl.constexpr):
     """OPERATION: "mask"; "bias", first [P]; "repetition", first [M]; "counts", first, second [M], counts [P]."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
