@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also if a Penstock is installed
 
 from penstock.kernels.triton.configurations import MANY, Tile, table_of
+from penstock.kernels.triton.int4 import name_of
 from penstock.kernels.triton.launch import architecture
 from penstock.kernels.triton.products import kind_of
 from tools.gpu_check import BF16, HEADS, INT8, Call, Product, Sequences, bits, compile_ahead, seconds
@@ -31,7 +32,7 @@ L2_BYTES = 150 * 2**20
 SMALL = Product("small", 2048, 2048)
 ATTENDED, DOWN, QKV = Product("o", 4096, 4096), Product("down", 4096, 14336), Product("qkv", 6144, 4096)
 UP, HEAD = Product("gate_up", 28672, 4096, gated=True), Product("head", 128256, 4096)
-SCHEMES = ("int8", "int4")
+SCHEMES = ("int8", "int4", "int4-a16")
 QUANTISED = [
     Product(name, n, k, scheme, gated=name == "gate_up")
     for scheme in SCHEMES
@@ -97,7 +98,7 @@ def candidates(form: Product, rows: int, most: int) -> tuple[Tile, ...]:
         found = [
             Tile(height, columns, 256, warps, stages)
             for height in tall
-            for columns, warps in ((32, 2), (64, 4), (128, 4), (128, 8))
+            for columns, warps in ((32, 2), (64, 4), (64, 8), (128, 8))
             for stages in (2, 4)
         ]
         return tuple(tile for tile in found if shared_bytes(tile, 2, 1) <= most * 1024)
@@ -125,10 +126,10 @@ def products(most: int) -> Iterator[Target]:
 
     for form in (*FORMS, *QUANTISED):
         weight = form.weight("meta")
-        name = "int4" if weight.group_size else "product" + kind_of(weight, form.gated)
+        name = name_of(weight) if weight.group_size else "product" + kind_of(weight, form.gated)
         for rows in ROWS:
             if not (form.name == "head" and rows > 128) and not (form.scheme and rows == 256):
-                wide = form.n // (2 if form.gated and name != "int4" else 1)
+                wide = form.n // (2 if form.gated and not weight.group_size else 1)
                 yield Target(
                     name, f"{form.name} {form.kind}", rows, wide, candidates(form, rows, most),
                     partial(make, form, rows),

@@ -23,7 +23,7 @@ from penstock.kernels.metadata import RouterParams
 from penstock.kernels.triton import rows
 from penstock.kernels.triton.configurations import tile
 from penstock.kernels.triton.elements import NEVER, divide, sigmoid
-from penstock.kernels.triton.int4 import group_outputs
+from penstock.kernels.triton.int4 import group_outputs, name_of
 from penstock.kernels.triton.launch import ANEW, Scratch, launch
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.products import kind_of, outputs
@@ -283,7 +283,7 @@ def _products(
 ) -> None:
     """Compute the products of all pairs into out [pairs, columns]; rows of x are shared by `share` pairs each."""
     like, values = weights.like, operand(x, weights.like, scratch)
-    name = "int4" if like.group_size else "product" + kind_of(like, gated)
+    name = name_of(like) if like.group_size else "product" + kind_of(like, gated)
     found = tile(name, max(1, len(out) * values.slices // weights.count), out.shape[1])
     tokens, capacity = found.rows // values.slices, lists.shape[1]
     kinds: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.int8: tl.int8}

@@ -4,8 +4,10 @@
 begins at zero, is multiplied by the group's scale and added, in ascending order; leaves are added as in products.py.
 
 A word of 16 bits holds one element of each of four neighbouring groups, the first group's in the lowest bits. So a
-group's operand comes from one shift of words in place, and is never loaded from bytes: the operands of mma.sync that
-are computed from bytes have their K in another order.
+group's operand comes from words in place, and is never loaded from bytes: the operands of mma.sync that are computed
+from bytes have their K in another order. Unpacking is written in PTX, because what Triton makes of shifts takes six
+instructions per value, longer than reading it. int8 operands are 16 times the values, and scales a sixteenth, which
+changes no bit.
 """
 
 import torch
@@ -14,31 +16,95 @@ import triton.language as tl
 
 from penstock.kernels.triton.configurations import tile
 from penstock.kernels.triton.elements import activate, mma
+from penstock.kernels.triton.launch import INTERPRETED as INTERPRETED_HERE
 from penstock.kernels.triton.launch import launch
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.products import add_leaf, finish, leaf_value
 from penstock.kernels.triton.quantize import Operand
 
+INTERPRETED = tl.constexpr(INTERPRETED_HERE)
+
 
 @triton.jit
-def group(words, INDEX: tl.constexpr, INTEGER: tl.constexpr):
-    """Take the values of one of the four groups of words int16: -8 .. 7, int8 or bfloat16."""
-    values = (words << (12 - 4 * INDEX)).to(tl.int16, bitcast=True) >> 12
-    if INTEGER:
-        return values.to(tl.int8)
+def sixteenfold(words):
+    """Take the four groups of words int16, each value times 16 as int8, by two instructions for a group of four."""
+    if INTERPRETED:
+        wide = words.to(tl.int32)
+        values = (
+            (wide << 4).to(tl.int8),
+            (wide & 240).to(tl.int8),
+            (wide >> 4 & 240).to(tl.int8),
+            (wide >> 8 & 240).to(tl.int8),
+        )
     else:
-        return values.to(tl.float32).to(tl.bfloat16)
+        values = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high, shifted;
+            prmt.b32 low, $4, $5, 0x6420;
+            prmt.b32 high, $4, $5, 0x7531;
+            shl.b32 shifted, low, 4;
+            and.b32 $0, shifted, 0xF0F0F0F0;
+            and.b32 $1, low, 0xF0F0F0F0;
+            shl.b32 shifted, high, 4;
+            and.b32 $2, shifted, 0xF0F0F0F0;
+            and.b32 $3, high, 0xF0F0F0F0;
+            }""",
+            "=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    return values
 
 
 @triton.jit
-def quad_scales(w_scales, quad, quads, rn, N):
-    """Read the scales of the four groups of a word, each [columns]: of none beyond the last word."""
+def exact(words):
+    """Take the four groups of words int16 as bfloat16. 0x4300 | u is 128 + u; with the sign's bit flipped, u is the
+    value and 8 more."""
+    if INTERPRETED:
+        values = (
+            ((words << 12).to(tl.int16, bitcast=True) >> 12).to(tl.float32).to(tl.bfloat16),
+            ((words << 8).to(tl.int16, bitcast=True) >> 12).to(tl.float32).to(tl.bfloat16),
+            ((words << 4).to(tl.int16, bitcast=True) >> 12).to(tl.float32).to(tl.bfloat16),
+            (words >> 12).to(tl.float32).to(tl.bfloat16),
+        )
+    else:
+        values = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 part, shifted, one, less;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 less, 0xC308C308;
+            lop3.b32 part, $4, 0x000F000F, 0x43084308, 0x6A;
+            fma.rn.bf16x2 $0, part, one, less;
+            shr.b32 shifted, $4, 4;
+            lop3.b32 part, shifted, 0x000F000F, 0x43084308, 0x6A;
+            fma.rn.bf16x2 $1, part, one, less;
+            shr.b32 shifted, $4, 8;
+            lop3.b32 part, shifted, 0x000F000F, 0x43084308, 0x6A;
+            fma.rn.bf16x2 $2, part, one, less;
+            shr.b32 shifted, $4, 12;
+            lop3.b32 part, shifted, 0x000F000F, 0x43084308, 0x6A;
+            fma.rn.bf16x2 $3, part, one, less;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return values
+
+
+@triton.jit
+def quad_scales(w_scales, quad, quads, rn, N, FACTOR: tl.constexpr):
+    """Read the scales of the four groups of a word, each [columns], times FACTOR: of none beyond the last word."""
     at, inside = w_scales + quad * 4 * N + rn, (rn < N) & (quad < quads)
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + N, mask=inside, other=0.0).to(tl.float32)
     third = tl.load(at + 2 * N, mask=inside, other=0.0).to(tl.float32)
     fourth = tl.load(at + 3 * N, mask=inside, other=0.0).to(tl.float32)
-    return first, second, third, fourth
+    return first * FACTOR, second * FACTOR, third * FACTOR, fourth * FACTOR
 
 
 @triton.jit
@@ -50,9 +116,10 @@ def group_outputs(
     lane, is_column = tl.arange(0, SIZE), (rn < N)[:, None]
     w_rows = w + rn.to(tl.int64)[:, None] * (LEAVES * quads * SIZE) + lane[None, :]
     kind: tl.constexpr = tl.float32 if scales is None else tl.int32
+    factor: tl.constexpr = 1.0 if scales is None else 0.0625
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     one, two, four = total, total, total
-    first, second, third, fourth = quad_scales(w_scales, 0, LEAVES * quads, rn, N)
+    first, second, third, fourth = quad_scales(w_scales, 0, LEAVES * quads, rn, N, factor)
     for quad in range(0, LEAVES * quads):
         leaf, within = quad // quads, quad % quads * (4 * SIZE) + lane
         start, end = leaf * length, leaf * length + length
@@ -61,12 +128,15 @@ def group_outputs(
         words = tl.load(w_rows + quad * SIZE, mask=is_column, other=0, eviction_policy="evict_first")
         scale = first, second, third, fourth
         # read a step ahead: these loads are not asynchronous, and every product would wait for its own
-        first, second, third, fourth = quad_scales(w_scales, quad + 1, LEAVES * quads, rn, N)
+        first, second, third, fourth = quad_scales(w_scales, quad + 1, LEAVES * quads, rn, N, factor)
+        if scales is None:
+            values = exact(words)
+        else:
+            values = sixteenfold(words)
         for index in tl.static_range(4):
             k = start + within + index * SIZE
             xt = tl.load(x_rows[None, :] + k[:, None], mask=is_row[None, :] & (k < end)[:, None], other=0)
-            values = group(words, index, scales is not None)
-            part = mma(values, xt.to(values.dtype), tl.zeros([COLUMNS, ROWS], kind)).to(tl.float32)
+            part = mma(values[index], xt.to(values[index].dtype), tl.zeros([COLUMNS, ROWS], kind)).to(tl.float32)
             total = total + part * scale[index][:, None]
         if (quad + 1) % quads == 0:
             value = leaf_value(total, scales, is_row, leaf, M, ROWS, 1)
@@ -97,9 +167,14 @@ def groups(
     tl.store(to, value.to(out.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
 
 
+def name_of(weight: TritonLinear) -> str:
+    """Return what a table of configurations calls the product."""
+    return "int4" if weight.packing.activation_slices else "int4 a16"
+
+
 def product(x: Operand, weight: TritonLinear, out: torch.Tensor, *, activation: str = "") -> torch.Tensor:
     """Compute a product with an int4 weight into out, of any float type and with rows of any stride."""
-    (columns, depth), found = weight.shape, tile("int4", x.rows, weight.shape[0])
+    (columns, depth), found = weight.shape, tile(name_of(weight), x.rows, weight.shape[0])
     arguments = x.values, weight.values, weight.scales, weight.bias, x.scales, weight.starts, out
     launch(
         groups,

@@ -336,7 +336,7 @@ class TritonOps:
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
         if self.device.type == "cpu":
             return lambda: [as_array(tensor) for tensor in tensors]
-        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for tensor in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()

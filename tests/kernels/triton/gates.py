@@ -113,11 +113,13 @@ def attention_cases(architecture: int) -> Iterator[Case]:
         yield "attention with sinks", lambda: attend(sinks=4, sink_logits=meta(32, dtype=F32))
 
 
-def sampling_cases() -> Iterator[Case]:
+def sampling_cases(architecture: int) -> Iterator[Case]:
     logits, ids, numbers = meta(4, 128256, dtype=F32), meta(4, dtype=torch.int64), meta(4, dtype=F32)
     pairs, key = meta(9, 2, dtype=torch.int64), meta(4, 3, dtype=torch.int64)
     given = SamplingTensors(numbers, ids, numbers, numbers, key, pairs, (pairs, meta(9, dtype=F32)))
     yield "sampling", lambda: sampling.choose(logits, given)
+    if architecture != 90:
+        return
     counts = numbers, numbers, pairs, meta(9, dtype=F32)
     greedy = SamplingTensors(numbers, repetition=(numbers, pairs), counts=counts)
     yield "greedy sampling", lambda: sampling.choose(logits, greedy)
@@ -139,9 +141,9 @@ def cases(architecture: int) -> Iterator[Case]:
         yield f"int4 product of {count} rows", lambda count=count: int4_product(count, "int4")
         yield f"int4-a16 product of {count} rows", lambda count=count: int4_product(count, "int4-a16")
     yield from attention_cases(architecture)
+    yield from sampling_cases(architecture)
     if architecture == 90:
         yield from row_cases()
-        yield from sampling_cases()
         yield "int8-x3 product", lambda: product(16, Packing(EIGHT, Scheme.parse("int8-x3")))
         yield "float32 product", lambda: product(16, Packing(), F32)
 
