@@ -49,7 +49,7 @@ LAB_ALLOWED: dict[str, set[str]] = {
     "check": {"convert"},
     "chips": {"planner"},
     "conventions": {"chips", "planner"},
-    "compat": {"conventions"},
+    "compat": {"conventions", "planner"},
     "bench": {"chips", "mock", "planner", "training"},
     "prove": {"bench", "convert", "mock", "ray_app", "training"},
     "simulator": {"bench", "planner"},

@@ -4,7 +4,9 @@
         --tokenizer_path=/models/gemma --sharding_config=gemma.yaml --checkpoint_path=/models/gemma
 
 Without --checkpoint_path the weights are random, which still shows that the code runs. sizes.yaml defines the values of
-`--model` and `--size`. Without --tokenizer_path prompts are token ids.
+`--model` and `--size`. Without --tokenizer_path prompts are token ids. --tensor_parallel_size=8 splits the model over 8
+processes, where JetStream has the chips of its machine. A sharding file that is not found here is looked for in the
+package, so default_shardings/gemma.yaml works anywhere; shardings.py has made these files.
 """
 
 import argparse
@@ -15,11 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from penstock import LLM, InvalidRequestError, PenstockError, RequestOutputKind, SamplingParams
+from penstock_lab.compat.shardings import FOLDER, read_sizes
 
-SIZES_FILE = Path(__file__).parent / "sizes.yaml"
 MAX_OUTPUT_LENGTH = 1024
 PROMPTS = (
     "I believe the meaning of life is",
@@ -39,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max_cache_length", type=int, default=1024, metavar="N", help="longest prompt plus output")
     made.add_argument("--max_output_length", type=int, default=MAX_OUTPUT_LENGTH, metavar="N", help="longest output")
     made.add_argument("--tokenizer_path", metavar="DIR", help="a directory with a tokenizer.json")
-    made.add_argument("--sharding_config", metavar="FILE", help="checked against the model; one device splits nothing")
+    made.add_argument("--sharding_config", metavar="FILE", help="an axis for each weight; one process splits nothing")
+    made.add_argument("--tensor_parallel_size", type=int, default=1, metavar="N", help="processes that share the model")
     made.add_argument("--checkpoint_path", metavar="DIR", help="a Hugging Face directory (default: random weights)")
     for name, what in (("quantize_weights", "weights to int8"), ("quantize_kv_cache", "the cache to int8")):
         made.add_argument(f"--{name}", type=_bool, nargs="?", const=True, default=False, help=f"quantise {what}")
@@ -53,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     options: dict[str, Any] = {
         "max_num_seqs": args.batch_size,
         "max_model_len": args.max_cache_length,
-        "sharding_config": args.sharding_config,
+        "sharding_config": _sharding_file(args.sharding_config),
+        "tensor_parallel_size": args.tensor_parallel_size,
         "quantization": "int8" if args.quantize_weights else None,
         "kv_cache_dtype": "int8" if args.quantize_kv_cache else "auto",
         "dtype": {None: "auto", True: "bfloat16", False: "float32"}[args.bf16_enable],
@@ -71,6 +73,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"run_interactive: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _sharding_file(given: str | None) -> str | None:
+    """Find a sharding file: at this path, or else among those of the package."""
+    own = FOLDER.parent / (given or "")
+    return str(own) if given is not None and not Path(given).exists() and own.is_file() else given
 
 
 def _run(model: str, args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -110,7 +118,7 @@ def read_size(model: str, size: str) -> dict[str, Any]:
     Raises:
         InvalidRequestError: the family or size is unknown; the message lists the known ones.
     """
-    families: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(SIZES_FILE.read_text(encoding="utf-8"))
+    families = read_sizes()
     if model not in families:
         raise InvalidRequestError(f"--model: {model!r} is not allowed; it must be one of {', '.join(families)}")
     sizes = families[model]
