@@ -99,7 +99,7 @@ WAYS: dict[str, Callable[["Attacker"], Any]] = {
     "short completions": _ask(COMPLETION),
     "long prompts": _of_number(lambda i: {"prompt": f"{i} " + "word " * 400, "max_tokens": 1}),
     "long answers": _ask(LONG),
-    "many choices": _ask({**LONG, "n": 256}),
+    "many choices": _ask({**LONG, "n": 128}),
     "many prompts": _ask({"prompt": ["a"] * 200, "max_tokens": 20}),
     "beam searches": _ask({"prompt": "a", "use_beam_search": True, "n": 32, "max_tokens": 40}),
     "log-probabilities": _ask({**LONG, "n": 16, "logprobs": 20, "prompt_logprobs": 20}),
@@ -114,7 +114,7 @@ WAYS: dict[str, Callable[["Attacker"], Any]] = {
         lambda i: {**COMPLETION, "guided_json": {"allOf": [{"pattern": f".*{i}_{j}.*"} for j in range(200)]}}
     ),
     "different tools": _of_number(
-        lambda i: {**CHAT, "tools": [_tool(100 * i + j) for j in range(100)], "tool_choice": "required"},
+        lambda i: {**CHAT, "tools": [_tool(8 * i + j) for j in range(8)], "tool_choice": "required"},
         "/v1/chat/completions",
     ),
     "long texts": _of_number(lambda i: {"prompt": chr(97 + i % 26) * 8000}, "/tokenize"),
@@ -131,7 +131,7 @@ class Attacker:
 
     def __init__(self, url: str) -> None:
         self.target = Target(url)
-        self.numbers = itertools.count(int(time.time() * 1000) % 10**9 * 1000)
+        self.numbers = itertools.count(int(time.time()) % 10**6 * 1000)
         self._http = threading.local()
 
     def _client(self) -> httpx.Client:

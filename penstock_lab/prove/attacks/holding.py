@@ -173,7 +173,7 @@ def leave_large_calls(target: Target, *, count: int) -> int:
     for _ in range(count):
         with target.connect() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            sock.sendall(post({**LONG, "stream": True, "n": 256, "logprobs": 20}))
+            sock.sendall(post({**LONG, "stream": True, "n": 128, "logprobs": 20}))
             sock.recv(4096)
     return count
 
