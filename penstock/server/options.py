@@ -4,6 +4,7 @@ A field states its default, the values it allows and, if it is a flag of `pensto
 """
 
 import ipaddress
+import os
 import socket
 import ssl
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from penstock.errors import (
     option,
     string_tuple,
 )
+from penstock.interface.files import open_regular
 from penstock.server.keys import read_key_file
 from penstock.tokenizer.answer_formats import format_of, parser_names
 from penstock.tokenizer.template_variables import check_template_kwargs
@@ -288,6 +290,8 @@ class ServerOptions:
         """Read the certificate and its key for new connections. Raise InvalidRequestError if they cannot be used."""
         assert self.ssl_certfile is not None
         try:
+            for file in filter(None, (self.ssl_certfile, self.ssl_keyfile)):
+                os.close(open_regular(file, os.O_RDONLY))  # OpenSSL would wait for somebody who writes to a FIFO
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
         except OSError as error:  # ssl.SSLError is one; with a password of its own, the key cannot be read
             files = " and ".join(file for file in (self.ssl_certfile, self.ssl_keyfile) if file)

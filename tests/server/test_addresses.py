@@ -62,9 +62,11 @@ def test_https_answers_streams_and_reads_a_new_certificate(files: dict[str, str]
         deadline = time.monotonic() + WAIT_S
         while (renewed := served_certificate(server.port)) == before:
             assert time.monotonic() < deadline
-        Path(mine["ssl_certfile"]).write_text("no certificate")
-        server._loop.call_soon_threadsafe(server._serving.reload)
-        assert [served_certificate(server.port) for _ in range(3)] == [renewed] * 3
+        file = Path(mine["ssl_certfile"])
+        for damage in (lambda: file.write_text("no certificate"), lambda: (file.unlink(), os.mkfifo(file))):
+            damage()  # the second would hold up the event loop until somebody writes
+            server._loop.call_soon_threadsafe(server._serving.reload)
+            assert [served_certificate(server.port) for _ in range(3)] == [renewed] * 3
 
 
 def test_a_certificate_that_cannot_be_used_is_named(files: dict[str, str], tmp_path: Path) -> None:
@@ -73,7 +75,9 @@ def test_a_certificate_that_cannot_be_used_is_named(files: dict[str, str], tmp_p
     command = ["openssl", "pkey", "-aes256", "-passout", "pass:secret"]
     command += ["-in", files["ssl_keyfile"], "-out", str(locked)]
     subprocess.run(command, check=True, capture_output=True)
-    wrong: list[dict[str, Any]] = [{"ssl_certfile": "/nowhere.pem"}, {**files, "ssl_keyfile": str(locked)}]
+    os.mkfifo(tmp_path / "fifo")
+    wrong: list[dict[str, Any]] = [{"ssl_certfile": "/nowhere.pem"}, {"ssl_certfile": str(tmp_path / "fifo")}]
+    wrong.append({**files, "ssl_keyfile": str(locked)})
     for one in wrong:
         with pytest.raises(InvalidRequestError, match=r"ssl_certfile: .* cannot be used"):
             ServerOptions(**one).ssl_context()
