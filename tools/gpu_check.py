@@ -448,12 +448,23 @@ def rates_of_attention() -> Iterator[Row]:
             yield row
 
 
+def recorded_steps() -> Iterator[Row]:
+    """Compare whole steps that are launched as graphs with steps that are not, and measure their time and memory.
+
+    "recorded ms": of a step that is not recorded yet, of one that is captured, and of two that are launched as graphs.
+    """
+    from tests.kernels.triton import recorded
+
+    yield from recorded.run("cuda", recorded.VARIANTS[:2])
+
+
 STAGES: dict[str, tuple[Callable[[], Any], float]] = {  # with the most seconds that each may take
     "compile": (compile_all, 150),
     "ceilings": (ceilings, 30),
     "operations": (operations, 150),
     "rows of products": (rows_of_products, 60),
     "rows of attention": (rows_of_attention, 60),
+    "recorded steps": (recorded_steps, 120),
     "rates of products": (rates_of_products, 60),
     "rates of attention": (rates_of_attention, 60),
 }

@@ -78,7 +78,7 @@ class TritonOps:
     def tensor(self, array: Array) -> Tensor:
         found: Tensor = as_torch(array)
         if self.device.type == "cuda" and found.nbytes <= STAGED_BYTES:  # from pinned memory, the host need not wait
-            staged = torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found)
+            staged = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True).copy_(found)
             return staged.to(self.device, non_blocking=True)
         return found.to(self.device)
 

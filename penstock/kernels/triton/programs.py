@@ -45,27 +45,27 @@ class Capture:
     """Captures a pass as graphs, and what the host does between them.
 
     Args:
-        device: a CUDA device, whose current stream gets the graphs.
+        side: the stream on which it captures, because the default one cannot be captured.
         pool: the memory that all captures of a backend share: their graphs run one at a time.
     """
 
-    def __init__(self, device: torch.device, pool: Any) -> None:
+    def __init__(self, side: torch.cuda.Stream, pool: Any) -> None:
         self.parts: list[Part] = []
-        self._pool, self._device = pool, device
+        self._pool, self._side = pool, side
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, forward: Callable[[], Tensor]) -> Tensor:
         """Capture a pass without computing it, and return its result, which is in memory that stays."""
-        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):  # the default stream cannot be captured
+        current = torch.cuda.current_stream(self._side.device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
             try:
                 self._begin()
                 result = forward()
                 self._end()
             finally:
                 self._abandon()
-        current.wait_stream(side)
+        current.wait_stream(self._side)
         return result
 
     def host(self, work: Part) -> None:
@@ -187,12 +187,12 @@ class Recorder:
     """Records the passes of one backend. One pass runs at a time.
 
     Attributes:
-        pool: memory of graphs; None until the first capture.
+        place: the stream and the memory of captures; None until the first one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.pool: Any = None
+        self.place: tuple[torch.cuda.Stream, Any] | None = None
         self._capture: Capture | None = None
 
     def record(
@@ -209,8 +209,8 @@ class Recorder:
         """Record a pass; without CUDA, the pass itself is its recording."""
         if self._device.type != "cuda":
             return forward
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        capture = Capture(self._device, self.pool)
+        self.place = self.place or (torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle())
+        capture = Capture(*self.place)
         with self._capturing(capture):
             return Recording(capture.parts, capture.run(forward))
 

@@ -130,7 +130,8 @@ class Form:
         """Copy a step to the device, all at once, without waiting. few, many: what Items.items holds."""
         memory = work.memory
         assert memory is not None
-        host = torch.empty(self.size, dtype=torch.int32, pin_memory=memory.is_cuda)  # kept by torch until it is copied
+        # torch keeps this memory until it is copied
+        host = torch.empty(self.size, dtype=torch.int32, device="cpu", pin_memory=memory.is_cuda)
         view, table = self.views(host.numpy()), as_array(meta.block_table)
         starts, lengths = as_array(meta.query_start_loc), as_array(meta.seq_lens)
         view["slots"].view(np.int64)[:] = as_array(meta.slot_mapping)

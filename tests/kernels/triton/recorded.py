@@ -4,7 +4,8 @@
 
 Two runners share a small model: one records its steps, the other computes each with the model's Python. Both get the
 same steps: as many sequences as a program has, then fewer, then some with a piece of a prompt, then many at once. It
-prints one line of JSON per number of rows, and ends with status 1 if a bit differs.
+prints one line of JSON per number of rows, and ends with status 1 if a bit differs, or if a step that is launched as a
+graph makes the host wait before all of it is launched.
 """
 
 import json
@@ -12,7 +13,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +76,7 @@ class Pair:
     Attributes:
         blocks: of the cache.
         times: seconds of each step, by "recorded" and "eager".
+        waits: by the same names, where the host waited for the GPU while the last step began.
     """
 
     recorded: ModelRunner
@@ -82,6 +86,7 @@ class Pair:
     lengths: dict[str, int] = field(default_factory=dict)
     tables: dict[str, list[int]] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=lambda: {"recorded": [], "eager": []})
+    waits: dict[str, list[str]] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     number: int = 0
 
@@ -104,8 +109,11 @@ class Pair:
         return self._run("recorded", plan) == self._run("eager", plan)
 
     def _run(self, name: str, plan: SchedulerOutput) -> StepOutput:
+        runner: ModelRunner = getattr(self, name)
         begun = time.perf_counter()
-        found: StepOutput = getattr(self, name).execute(plan)
+        with watched(is_on_gpu=runner.ops.device.type == "cuda") as self.waits[name]:
+            pending = runner.begin(plan)
+        found = runner.finish(pending)
         self.times[name].append(time.perf_counter() - begun)
         return found
 
@@ -113,6 +121,21 @@ class Pair:
         self.removed = list(self.tables)
         self.lengths.clear()
         self.tables.clear()
+
+
+@contextmanager
+def watched(*, is_on_gpu: bool) -> Iterator[list[str]]:
+    """Note where torch waits for the GPU."""
+    waits: list[str] = []
+    if not is_on_gpu:
+        yield waits
+        return
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        yield waits
+        torch.cuda.set_sync_debug_mode("default")
+    waits += [f"{item.filename}:{item.lineno}" for item in found if "synchroniz" in str(item.message)]
 
 
 def make_pair(
@@ -154,7 +177,7 @@ def compare(pair: Pair, rows: int, *, longest: int = 600) -> dict[str, Any]:
     pair.times = {"recorded": [], "eager": []}
     for _ in range(4):  # not recorded yet, captured, launched twice
         equal = pair.step({}, names) and equal
-    found: dict[str, Any] = {"rows": rows}
+    found: dict[str, Any] = {"rows": rows, "waits": pair.waits["recorded"]}
     for name, seconds in pair.times.items():
         found[f"{name} ms"] = [round(1000 * item, 3) for item in seconds]
     for _ in range(3 if rows > 1 else 0):  # with a padded row
@@ -170,22 +193,28 @@ def compare(pair: Pair, rows: int, *, longest: int = 600) -> dict[str, Any]:
     return found | {"equal": equal, "graphs": sum(program.num_graphs for program in programs)}
 
 
-def run(device: str, variants: Iterator[tuple[torch.dtype, str | None, str]]) -> Iterator[dict[str, Any]]:
+VARIANTS: tuple[tuple[torch.dtype, str | None, str], ...] = (  # types, quantizations, types of the cache
+    (torch.bfloat16, None, ""),
+    (torch.bfloat16, "int8", "int8"),
+    (torch.bfloat16, "int4", ""),
+    (torch.float32, None, ""),
+)
+
+
+def run(device: str, variants: Sequence[tuple[torch.dtype, str | None, str]] = VARIANTS) -> Iterator[dict[str, Any]]:
     """Compare for every number of rows that programs have."""
     for dtype, scheme, cache in variants:
-        ops = TritonOps(dtype, device)
-        pair = make_pair(ops, Shape(), ROWS[-1], scheme=scheme, cache=cache)
+        pair = make_pair(TritonOps(dtype, device), Shape(), ROWS[-1], scheme=scheme, cache=cache)
+        name = f"{dtype}, {scheme or 'weights as they are'}, {cache or 'the same'} cache".removeprefix("torch.")
         for rows in ROWS:
             before = torch.cuda.mem_get_info()[0]
             line = compare(pair, rows)
-            taken = before - torch.cuda.mem_get_info()[0]
-            yield {"dtype": str(dtype), "scheme": scheme, "cache": cache, "bytes taken": taken} | line
+            yield {"name": name, **line, "bytes": before - torch.cuda.mem_get_info()[0]}
 
 
 if __name__ == "__main__":
-    bf16, wrong = torch.bfloat16, 0
-    wanted = [(bf16, None, ""), (bf16, "int8", "int8"), (bf16, "int4", ""), (torch.float32, None, "")]
-    for line in run(sys.argv[1], iter(wanted)):
+    wrong = 0
+    for line in run(sys.argv[1]):
         print(json.dumps(line), flush=True)
-        wrong += not line["equal"]
+        wrong += not line["equal"] or bool(line["waits"])
     sys.exit(1 if wrong else 0)

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="an extra")
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.ops import RecordingOps
 from penstock.kernels.triton import programs, work
-from tests.kernels.triton.compare import bits
+from tests.kernels.triton.compare import DEVICE, bits
 from tests.kernels.triton.test_attention import HEADS, Layer
 
 F32 = torch.float32
@@ -75,9 +75,12 @@ def test_programs_have_the_bits_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> 
             expected = plain.forward([plain.plan(new, padding)])
         assert torch.equal(bits(found[: 2 - padding]), bits(expected[: 2 - padding])), number
     assert program.num_graphs == 1
-    first, captured, *others = recorded.metadata
-    assert captured.work.form == first.work.form
-    assert [meta is captured for meta in others] == [True, True, False], "the last step has another form"
+    first, captured, *replayed, last = recorded.metadata
+    assert first.work.form == captured.work.form != last.work.form
+    if DEVICE == "cpu":
+        assert [meta is captured for meta in replayed] == [True, True]
+    else:
+        assert not replayed, "a graph runs without Python"
 
 
 @pytest.mark.parametrize("is_own", [True, False])

@@ -16,7 +16,7 @@ from penstock.kernels.ops import Packing, SplittingOps, TensorRows
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton.ops import TritonOps
 from tests.kernels.triton import ranks
-from tests.kernels.triton.compare import bits, draw
+from tests.kernels.triton.compare import DEVICE, bits, draw
 
 K, N, LEAF = 256, 12, 32
 
@@ -29,12 +29,12 @@ def cut(ends: Sequence[int], scheme: Scheme | None) -> Packing:
 def test_parts_have_the_bits_of_the_whole(rows: int, scheme: str | None) -> None:
     """Guards against parts that are added in another order than leaves, scales of a part instead of the whole weight's,
     and a bias that every rank adds."""
-    ops, packing = TritonOps(torch.bfloat16, "cpu"), Scheme.parse(scheme, 32 if scheme == "int4" else None)
+    ops, packing = TritonOps(torch.bfloat16, DEVICE), Scheme.parse(scheme, 32 if scheme == "int4" else None)
     assert isinstance(ops, SplittingOps)
     x, weight, bias = draw(rows, K, dtype=torch.bfloat16), draw(N, K).bfloat16() / 16, draw(N).bfloat16()
     leaves = range(LEAF, K + 1, LEAF)
     whole = ops.linear(x, ops.pack_linear(weight, bias, cut(leaves, packing)))
-    magnitudes = weight.float().abs().amax(dim=1).numpy() if scheme == "int8" else None
+    magnitudes = weight.float().abs().amax(dim=1).cpu().numpy() if scheme == "int8" else None
     for degree in (2, 4, 8):
         size, parts, scales = K // degree, [], None
         for start in range(0, K, size):
@@ -42,10 +42,11 @@ def test_parts_have_the_bits_of_the_whole(rows: int, scheme: str | None) -> None
             part, scales = ops.pack_part(own, magnitudes, cut(range(LEAF, size + 1, LEAF), packing))
             parts.append(ops.linear(x[:, start : start + size].contiguous(), part))
         assert (scales is None) == (scheme != "int8")
-        total = ops.add_parts(parts, scales, bias.float().numpy(), out=torch.empty_like(whole))
+        total = ops.add_parts(parts, scales, bias.float().cpu().numpy(), out=torch.empty_like(whole))
         assert torch.equal(bits(total), bits(whole)), degree
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="processes of an interpreter each")
 def test_two_processes_have_the_bits_of_one(tmp_path: Path) -> None:
     """Guards against a rank's part of a model that is another one's, an array that is sent before it is there, and a
     recorded pass that leaves out what ranks exchange."""
