@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.assembly import build_engine
@@ -36,6 +38,7 @@ from penstock_lab.planner.table_template import table_text
 from penstock_lab.prove import tiny_models
 from penstock_lab.prove.parallel import BASE, answers, differs, draw_map, start_threads
 from tests.families.case import all_cases
+from tests.hf_models import TINY, make_llama
 from tests.kernels.packed import levels
 from tests.ranks.test_sharding_map import JETSTREAM
 
@@ -102,6 +105,31 @@ def test_weights_of_a_checkpoint_are_split_like_random_ones(name: str, tmp_path:
     base = BASE | {"load_format": "auto", "model": str(case.make(tmp_path)[1]), "dtype": "float32"}
     whole = answers(EngineConfig.from_options(**base))
     assert answers(EngineConfig.from_options(**base, tensor_parallel_size=2), start_threads) == whole
+
+
+@pytest.mark.covers("J20")
+def test_fused_and_separate_projections_of_one_model(tmp_path: Path) -> None:
+    """Guards against a fused projection that ranks cut across queries, keys and values: the weights of a Llama, which
+    has them in tensors of their own, are saved once more as a Phi-3, which has them in one. Both give the same bits, on
+    one, two and four ranks."""
+    shape = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    llama, separate = make_llama(tmp_path, **shape)
+    weights = llama.state_dict()
+    for layer in range(llama.config.num_hidden_layers):
+        for block, names in {"self_attn.qkv": ("q", "k", "v"), "mlp.gate_up": ("gate", "up")}.items():
+            prefix, (module, fused) = f"model.layers.{layer}.", block.split(".")
+            parts = [weights.pop(f"{prefix}{module}.{name}_proj.weight") for name in names]
+            weights[f"{prefix}{module}.{fused}_proj.weight"] = torch.cat(parts)
+    config = Phi3Config(**TINY | shape, pad_token_id=0, rms_norm_eps=llama.config.rms_norm_eps)
+    phi = Phi3ForCausalLM(config)
+    phi.load_state_dict(weights)
+    phi.save_pretrained(tmp_path / "fused")
+    found = [
+        answers(EngineConfig.from_options(**BASE | {"load_format": "auto", "dtype": "float32", "model": str(model),
+                                                    "tensor_parallel_size": size}), start_threads)
+        for model in (separate, tmp_path / "fused") for size in (1, 2, 4)
+    ]  # fmt: skip
+    assert found == found[:1] * 6
 
 
 @pytest.mark.covers("M28")
