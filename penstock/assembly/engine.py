@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any, cast
 
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
@@ -189,6 +190,8 @@ def _build(
     else:
         model = make_model(config, model_config, stored, ops, Place(ops.free_bytes))
         executor = LocalExecutor(ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms))
+    if memory is not None and config.numerics.kernels == TRITON:
+        cast(Any, ops).scratch.reserve(memory.entries["operands"])  # so that no step allocates any
     cache_bytes = executor.cache_bytes
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {cache_bytes} bytes, but {plan.num_bytes} were planned")

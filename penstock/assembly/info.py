@@ -96,7 +96,8 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
         repr(numerics.scheme),
         *([] if numerics.activation_dtype == "auto" else [numerics.activation_dtype]),
         kernels,
-        *(_torch_version() if numerics.kernels != "cpu" or entry.needs_torch else ()),
+        *(_torch_version() if numerics.kernels == "reference" or entry.needs_torch else ()),
+        *([gpu.fingerprint()] if numerics.kernels == TRITON else []),
         *([files_fingerprint(config.imports)] if config.imports else []),
     ]
     digest = hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()

@@ -41,6 +41,9 @@ TOKEN_OBJECT_BYTES = 64  # bytes of a token in the lists of the scheduler and of
 PASS_BYTES = 16 * 2**20  # operands that a native product lays out at once (ProductKernel::pass_bytes)
 LOGIT_BYTES = 10  # a logit, its log-probability, and the memory for comparing and ranking them; measured
 ROUND_LENGTH = 64  # a max_model_len that is chosen to fit is a multiple of this
+GPU_RESERVE = 2**29  # recorded programs, and what the allocator of torch loses by rounding; not measured yet
+SCRATCH_MARGIN = 2**20  # of aligned pieces
+FLOAT_BYTES = 4
 SMALL = 2**19  # smaller entries are not shown
 
 
@@ -62,14 +65,19 @@ class _GroupNeed:
 
 
 def plan_kv_cache(
-    config: EngineConfig, model: ModelConfig, free_bytes: int, share: float | None = MAX_SHARE
+    config: EngineConfig,
+    model: ModelConfig,
+    free_bytes: int,
+    share: float | None = MAX_SHARE,
+    source: str = "the rest of the memory given",
 ) -> CachePlan:
     """Divide the free memory into the blocks of every cache group of a resolved config.
 
     Args:
         free_bytes: memory for the cache and everything allocated after it.
         share: the cache's share of free_bytes, unless kv_cache_memory_bytes is given; None: the cache may take all of
-            free_bytes, because the option `memory` is set.
+            free_bytes.
+        source: says where these bytes come from, if the cache may take all of them.
 
     Raises:
         InvalidRequestError: kv_cache_memory_bytes, or the share of the free memory, cannot hold one sequence of
@@ -91,7 +99,7 @@ def plan_kv_cache(
     counts = _share_out(needs, limit - minimum, fill=given is not None)
     groups = [replace(need.group, num_blocks=count) for need, count in zip(needs, counts, strict=True)]
     num_bytes = sum(need.block_bytes * count for need, count in zip(needs, counts, strict=True))
-    source = "the rest of the memory given" if share is None else f"{share:.0%} of the free memory"
+    source = source if share is None else f"{share:.0%} of the free memory"
     return CachePlan(groups, num_bytes, _reason(config, num_bytes, wanted, source))
 
 
@@ -202,6 +210,7 @@ class ModelSizes:
         row_bytes: bytes of one token's results in a step, without logits.
         vocab_columns: columns of a row of logits.
         deepest: elements of the longest row that a product reads.
+        fixed_rows: rows for which results have memory that stays, apart from that of larger steps.
         kinds: the bytes of `weights` by type, with scales, biases and padding listed separately.
         products: the products of "layers", "head" and "experts".
     """
@@ -210,6 +219,7 @@ class ModelSizes:
     row_bytes: int
     vocab_columns: int
     deepest: int
+    fixed_rows: int = FIXED_ROWS
     kinds: Mapping[str, int] = field(default_factory=dict)
     products: Mapping[str, Products] = field(default_factory=dict)
 
@@ -257,7 +267,11 @@ class Ledger:
             InvalidRequestError: the memory left for the cache cannot hold one sequence of max_model_len.
         """
         entries = self.entries(config)
-        if config.cache.memory is None:
+        if config.numerics.kernels == TRITON:
+            limit = min(config.cache.memory or self.free_bytes, self.free_bytes)
+            room = max(0, limit - sum(entries.values()))
+            cache = plan_kv_cache(config, self.model, room, share=None, source="the rest of the GPU's memory")
+        elif config.cache.memory is None:
             cache = plan_kv_cache(config, self.model, self.free_bytes)
         else:
             room = min(config.cache.memory - sum(entries.values()), self.free_bytes)
@@ -293,21 +307,31 @@ class Ledger:
             scheduler.max_num_batched_tokens or 0,
             scheduler.max_num_seqs,
         )
-        return {
-            "runtime": self.runtime_bytes + RUNTIME_GROWTH,
+        fixed, drafts = sizes.fixed_rows, {"drafts": self.draft_bytes} if self.draft_bytes else {}
+        kept = {
             "weights": sizes.weights,
             "positions": rotary_bytes(model, length),
-            "results": sizes.row_bytes * (FIXED_ROWS + (tokens if tokens > FIXED_ROWS else 0)),
+            "results": sizes.row_bytes * (fixed + (tokens if tokens > fixed else 0)),
+        }
+        if config.numerics.kernels == TRITON:
+            rows = max(seqs, LOGITS_ROWS)
+            logits = FLOAT_BYTES * sizes.vocab_columns * (fixed + (rows if rows > fixed else 0))
+            scratch = self._scratch(config, tokens, rows, sizes)
+            return kept | {"logits": logits, "operands": scratch, "reserve": GPU_RESERVE} | drafts
+        return {
+            "runtime": self.runtime_bytes + RUNTIME_GROWTH,
+            **kept,
             "operands": self._operands(config, tokens, sizes.deepest) + self._workspace(config, tokens, seqs, length),
             "logits": LOGIT_BYTES * max(seqs, LOGITS_ROWS) * sizes.vocab_columns,
             "requests": seqs * length * TOKEN_OBJECT_BYTES,
-            **({"drafts": self.draft_bytes} if self.draft_bytes else {}),
+            **drafts,
             **({"offload": config.cache.kv_offload_memory_bytes} if config.cache.kv_offload_memory_bytes else {}),
         }
 
     def bytes_beside_cache(self, config: EngineConfig) -> int:
         """Count the bytes that a model takes in a process that already runs, without its cache."""
-        return sum(self.entries(config).values()) - self.runtime_bytes - RUNTIME_GROWTH
+        entries = self.entries(config)
+        return sum(size for name, size in entries.items() if name not in ("runtime", "reserve"))
 
     def needed_bytes(self, config: EngineConfig) -> int:
         """Count the fewest bytes that an engine takes: with a cache for one sequence of max_model_len."""
@@ -331,6 +355,25 @@ class Ledger:
             element = max(element, 2 * config.numerics.activation_slices)
         pairs = tokens * model.num_experts_per_tok
         return max(min(tokens * deepest * element, PASS_BYTES), pairs * max(model.hidden_size, _inner(model)) * element)
+
+    def _scratch(self, config: EngineConfig, tokens: int, rows: int, sizes: ModelSizes) -> int:
+        """Count the most bytes that one operation on a GPU keeps between its kernels."""
+        from penstock.kernels.triton.work import SPAN, STATES_BYTES
+
+        model, inner, slices = self.model, _inner(self.model), 0
+        if config.numerics.scheme is not None:
+            slices = config.numerics.scheme.slices
+        deepest = max(sizes.deepest, model.hidden_size)
+        operand = tokens * (slices * deepest + FLOAT_BYTES)
+        gates = tokens * FLOAT_BYTES * 2 * max(model.intermediate_size, deepest)  # of int4 weights
+        pairs = tokens * model.num_experts_per_tok
+        experts = pairs * (FLOAT_BYTES * (3 * inner + 2 * model.hidden_size)) + FLOAT_BYTES * tokens * model.num_experts
+        spans = -(-(config.scheduler.max_model_len or 0) // SPAN) + 1
+        heads = [model.at(layers[0]) for layers, _ in model.cache_groups()]
+        item = max(2 * 64 * FLOAT_BYTES * spans * head.num_key_value_heads * (head.head_dim + 2) for head in heads)
+        queries = max(tokens * head.num_attention_heads * (3 * head.head_dim + 8) for head in heads)
+        chosen = 3 * FLOAT_BYTES * rows * sizes.vocab_columns
+        return SCRATCH_MARGIN + max(operand + gates, operand + experts, max(STATES_BYTES, item) + queries, chosen)
 
     def _workspace(self, config: EngineConfig, tokens: int, seqs: int, length: int) -> int:
         """Count the bytes that operations use in turn: experts, and attention with each core's scratch memory.

@@ -38,6 +38,7 @@ def model_sizes(
     weights = sum(layer.num_bytes for layer in kept) + plain_bytes(model, make)
     return ModelSizes(
         weights=weights,
+        fixed_rows=ops.fixed_rows,
         row_bytes=sum(slot.row_bytes for slot in make.arena.slots - unused - {head.out for head in heads}),
         vocab_columns=max(head.width for head in heads),
         deepest=max(module.spec.shape[1] for module in modules if isinstance(module, Linear)),

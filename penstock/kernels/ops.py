@@ -143,6 +143,9 @@ class Ops(Protocol):
     def free_bytes(self) -> int:
         """Count the bytes that can still be allocated where tensors are."""
 
+    def is_lost(self) -> bool:
+        """Tell, after an exception, whether the device computes nothing any more in this process."""
+
     def tensor(self, array: Array) -> Tensor:
         """Convert an array on the host to a tensor of this backend; on the CPU, both share memory."""
 

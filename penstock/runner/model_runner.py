@@ -23,7 +23,7 @@ from typing import cast
 import numpy as np
 
 from penstock.config import EngineConfig
-from penstock.errors import EngineError
+from penstock.errors import EngineError, ExecutorLostError, one_line
 from penstock.interface.step import BlockCopy, CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, Program, RecordingOps
@@ -367,6 +367,7 @@ class LocalExecutor:
 
         Raises:
             EngineError: another step must be collected first (nothing was run), or the executor was shut down.
+            ExecutorLostError: the device is lost; another process may go on.
             Exception: whatever the step raised as a whole. Later steps still work; the requests of this step must be
                 removed in the next one.
         """
@@ -375,7 +376,12 @@ class LocalExecutor:
         self._submitted.popleft()
         if self._runner is None:
             raise EngineError("the executor was shut down")
-        return self._runner.finish(self._runner.begin(handle))
+        try:
+            return self._runner.finish(self._runner.begin(handle))
+        except RuntimeError as error:
+            if self._runner.ops.is_lost():
+                raise ExecutorLostError(f"the device computes nothing any more: {one_line(error)}") from error
+            raise
 
     def shutdown(self) -> None:
         """Free the model and the caches. A second call does nothing."""

@@ -338,6 +338,9 @@ class NativeCalls:
     def free_bytes(self) -> int:
         return free_memory_bytes()
 
+    def is_lost(self) -> bool:
+        return False
+
     def tensor(self, array: Array) -> Tensor:
         return as_torch(array) if is_torch(self.dtype) else array
 

@@ -106,6 +106,9 @@ class ReferenceOps:
     def free_bytes(self) -> int:
         return free_memory_bytes()
 
+    def is_lost(self) -> bool:
+        return False
+
     def tensor(self, array: Array) -> Tensor:
         found: Tensor = as_torch(array).to(self.device)
         return found

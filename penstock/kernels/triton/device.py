@@ -6,9 +6,11 @@ tested like that on machines without a GPU.
 """
 
 import ctypes
+import hashlib
 import os
 import re
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -114,6 +116,14 @@ def name_of(device: str) -> str:
     found = architectures()
     name = "interpreted" if is_interpreted() or isinstance(found, str) else f"sm{found[number_of(device)]}"
     return f"{NAME}.{name}.leaves{LEAVES}"
+
+
+def fingerprint() -> str:
+    """Name what decides bits besides the device: the sources of the kernels, and the compiler."""
+    digest = hashlib.blake2b(metadata.version("triton").encode(), digest_size=8)
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _torch_has_cuda() -> bool:

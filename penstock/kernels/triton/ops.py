@@ -55,7 +55,7 @@ class TritonOps:
     """
 
     name = "triton"
-    is_planned = False
+    is_planned = True
     fixed_rows = programs.ROWS[-1]
 
     def __init__(self, dtype: Dtype, device: Any = "cuda", *, leaves: int = LEAVES) -> None:
@@ -74,6 +74,14 @@ class TritonOps:
             return free_memory_bytes()
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + kept
+
+    def is_lost(self) -> bool:
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:  # a context that an error has ended repeats the error at every call
+            return True
+        return False
 
     def tensor(self, array: Array) -> Tensor:
         found: Tensor = as_torch(array)

@@ -3,8 +3,9 @@
 Models are as small as they can be, because an operation of a program takes 20 microseconds there.
 """
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,26 +13,36 @@ import torch
 pytest.importorskip("triton", reason="an extra")
 
 from penstock import LLM, RequestOutput, SamplingParams
+from penstock.assembly import build_engine
+from penstock.config import EngineConfig
+from penstock.errors import ExecutorLostError
+from penstock.interface.messages import EngineRequest
+from penstock.kernels.triton import device
+from penstock.kernels.triton import ops as backend
+from penstock.kernels.triton.ops import TritonOps
+from penstock.layers.module import named_modules
+from penstock.layers.weights import Embedding, WeightLayer
 from tests.families.case import all_cases
 from tests.hf_models import Made, random_ids
 
 SMALL = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": SMALL,
-    "qwen3": SMALL | {"head_dim": 8},
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"num_hidden_layers": 1},
+    "qwen3": SMALL | {"num_hidden_layers": 1, "head_dim": 8},
     "gemma2": SMALL | {"head_dim": 8},
     "mixtral": SMALL | {"num_hidden_layers": 1},
-    "falcon-7b": {"vocab_size": 67, "hidden_size": 32, "num_attention_heads": 2},
-    "gpt2": {"vocab_size": 67, "n_embd": 32, "n_head": 4},
-    "bloom": {"vocab_size": 67, "hidden_size": 32, "num_attention_heads": 4},
+    "falcon-7b": {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "gpt2": {"vocab_size": 67, "n_embd": 32, "n_head": 2, "n_layer": 1},
+    "bloom": {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
-GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.05}
+BLOCK_BYTES = 128 * 2 * 16 * 2  # of keys and values of the one head of 16 elements
 
 
 def made(name: str, directory: Path, **fields: Any) -> Made:
     case = next(case for case in all_cases() if case.name == name)
-    return case.make(directory, **FAMILIES[name] | fields)
+    return case.make(directory, **SIZES[name] | fields)
 
 
 def start(directory: Path, **options: Any) -> LLM:
@@ -53,11 +64,118 @@ def check(model: Any, prompt: list[int], output: RequestOutput, tolerance: float
             assert abs(entry.logprob - float(row[other])) < tolerance
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", SIZES)
 def test_families(name: str, tmp_path: Path) -> None:
     """Guards against a layer whose arguments only other backends take, and against rows that read each other's."""
     model, directory = made(name, tmp_path)
-    prompts = [random_ids(21, 0, 67), random_ids(5, 1, 67)]
-    llm = start(directory, max_num_batched_tokens=16)  # the long prompt is computed in two chunks, beside the other
+    prompts = [random_ids(18, 0, 67), random_ids(3, 1, 67)]
+    llm = start(directory, max_num_batched_tokens=13)  # the long prompt is computed in two chunks, beside the other
     for prompt, output in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
         check(model, prompt, output, TOLERANCE["float32"])
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    return made("llama", tmp_path_factory.mktemp("llama"), **sizes)
+
+
+def answers(outputs: list[RequestOutput]) -> list[Any]:
+    """The tokens, and their log-probabilities to the bit."""
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def test_same_bits(llama: Made) -> None:
+    """Guards against bits that depend on a request's neighbours, on chunks, on the cache, or on a preemption."""
+    model, directory = llama
+    prompts, params = [random_ids(128, 0, 67), random_ids(130, 1, 67)], [replace(GREEDY, max_tokens=4), GREEDY]
+    options = {"dtype": "bfloat16", "max_num_seqs": 2, "max_model_len": 160}
+    alone = [answers(start(directory, **options).generate([prompts[at]], params[at]))[0] for at in range(2)]
+    # Three blocks: the second prompt needs its second one while the first request still has two.
+    crowded = start(directory, **options, max_num_batched_tokens=70, kv_cache_memory_bytes=3 * BLOCK_BYTES)
+    outputs = crowded.generate(prompts, params)
+    assert answers(outputs) == alone
+    check(model, prompts[1], outputs[1], TOLERANCE["bfloat16"])
+    assert answers(crowded.generate(prompts[1:], GREEDY)) == alone[1:]
+    stats = crowded.engine.engine.stats()
+    assert stats.num_preemptions_total
+    assert stats.num_cached_tokens_total >= 128
+
+
+def test_memory(llama: Made) -> None:
+    """Guards against memory that is not in the plan, and against scratch memory that grows while requests wait."""
+    config = EngineConfig.from_options(model=str(llama[1]), kernels="triton", max_model_len=160, max_num_seqs=4)
+    built = build_engine(config)
+    planned, ops = built.info.memory, cast(TritonOps, built.ops)
+    assert planned is not None
+    layers = [layer for _, layer in named_modules(built.model) if isinstance(layer, WeightLayer)]
+    kept = [layer for layer in layers if not isinstance(layer, Embedding)]  # the head has its rows
+    assert planned["weights"] == sum(layer.num_bytes for layer in kept)
+    assert planned["cache"] == built.cache_bytes
+    pieces = len(ops.scratch._pieces)
+    built.engine.add_request(EngineRequest("0", random_ids(20, 0, 67), GREEDY, 0))
+    while built.engine.has_work:
+        built.engine.step()
+    assert len(ops.scratch._pieces) == pieces
+    assert 0 < ops.scratch.peak <= planned["operands"]
+
+
+class Lost(TritonOps):
+    """A device whose context an error ends in the first step."""
+
+    def attend(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def is_lost(self) -> bool:
+        return True
+
+
+def test_a_lost_device(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against an engine process that fails one request after the other on a device that computes nothing."""
+    monkeypatch.setattr(backend, "TritonOps", Lost)
+    config = EngineConfig.from_options(model=str(llama[1]), kernels="triton", max_model_len=160)
+    built = build_engine(config)
+    built.engine.add_request(EngineRequest("0", [1, 2, 3], GREEDY, 0))
+    with pytest.raises(ExecutorLostError, match="illegal memory access"):
+        built.engine.step()
+
+
+def test_fingerprint(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against blocks and streams that go on with another architecture's bits, or another kernel's."""
+
+    def fingerprint() -> str:
+        config = EngineConfig.from_options(model=str(llama[1]), kernels="triton", max_model_len=160)
+        return build_engine(config).info.system_fingerprint
+
+    one = fingerprint()
+    assert one.startswith("penstock-4-triton.interpreted.leaves1-float32-")
+    monkeypatch.setattr(device, "LEAVES", 8)
+    assert fingerprint() != one
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "int8 weights and cache": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4 weights": {"quantization": "int4", "quantization_group_size": 32},
+    "int4-a16 weights": {"quantization": "int4-a16", "quantization_group_size": 32, "lm_head_pieces": 3},
+    "drafts": {"speculative_config": {"method": "ngram"}},
+    "one block": {"block_size": "max-model-len", "pad_vocab_multiple": 16},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, llama: Made) -> None:
+    """Guards against an option that the planner or the runner passes on in a form that these kernels do not take."""
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9]]
+    llm = start(llama[1], max_num_seqs=2, dtype="bfloat16", **OPTIONS[name])
+    sampled = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=1, max_tokens=2, ignore_eos=True)
+    outputs = llm.generate(prompts, [GREEDY, sampled])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 2]
+    if name in ("drafts", "one block"):
+        plain = start(llama[1], max_num_seqs=2, dtype="bfloat16").generate(prompts[:1], GREEDY)
+        assert answers(outputs[:1]) == answers(plain)
+    else:
+        reference = start(llama[1], max_num_seqs=2, dtype="bfloat16", **OPTIONS[name] | {"kernels": "reference"})
+        other = reference.generate(prompts[:1], GREEDY)[0].outputs[0]
+        assert outputs[0].outputs[0].token_ids == other.token_ids
+        assert outputs[0].outputs[0].cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=0.1)
