@@ -1,6 +1,7 @@
-"""OpenAI's error object, and the HTTP status of every exception. Knows no routes.
+"""OpenAI's error object, Anthropic's on the routes of its API, and the HTTP status of every exception.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+{"type": "error", "error": {"type": ..., "message": ..., "details": {"error_code": ..., "param": ...}}, ...}
 """
 
 import math
@@ -19,11 +20,21 @@ from penstock import errors
 MAX_MESSAGE = 500  # characters of an error message that are sent; the rest is cut off
 MAX_PARAM = 100
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+ANTHROPIC_TYPES = {
+    **ERROR_TYPES, 403: "permission_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error",
+    504: "timeout_error",
+}  # fmt: skip
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A failure as the client sees it. `beside` holds the fields that the body has next to the error object."""
+    """A failure as the client sees it.
+
+    Attributes:
+        beside: the fields that the body has next to the error object.
+        request_id: None: the body is OpenAI's; otherwise it is Anthropic's, which has the request's id.
+    """
 
     status: int
     message: str
@@ -31,18 +42,33 @@ class ApiError(Exception):
     code: str | None = field(default=None, kw_only=True)
     headers: Mapping[str, str] | None = field(default=None, kw_only=True)
     beside: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    request_id: str | None = field(default=None, kw_only=True)
 
     @property
     def body(self) -> bytes:
         kind = "server_error" if self.status >= 500 else ERROR_TYPES.get(self.status, "invalid_request_error")
         param = self.param and self.param[:MAX_PARAM]
+        if self.request_id is not None:
+            kind = ANTHROPIC_TYPES.get(self.status, kind)
+            details = {"error_code": self.code, "param": param}
+            shown = {"type": kind, "message": self.message[:MAX_MESSAGE], "details": details}
+            return msgspec.json.encode({"type": "error", "error": shown, "request_id": self.request_id})
         error = {"message": self.message[:MAX_MESSAGE], "type": kind, "param": param, "code": self.code}
         return msgspec.json.encode({**self.beside, "error": error})
 
     def noted(self, scope: Scope) -> "ApiError":
-        """Note the error in the request's log, and return it."""
-        scope["state"]["log"].error = self
+        """Note the error in the request's log, and return it, in the shape of the request's API."""
+        log = scope["state"]["log"]
+        log.error = self
+        if scope["path"] in ANTHROPIC_PATHS:
+            self.request_id = log.request_id
         return self
+
+    @property
+    def event(self) -> bytes:
+        """The error as a server-sent event; Anthropic's have names."""
+        name = b"" if self.request_id is None else b"event: error\n"
+        return name + b"data: " + self.body + b"\n\n"  # encoded JSON has no line breaks
 
     def response(self) -> Response:
         return Response(self.body, self.status, headers=self.headers, media_type="application/json")

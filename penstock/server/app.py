@@ -57,6 +57,7 @@ from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, completion_prompts, decode, salted, tokenize
 from penstock.server.kept_calls import KeptCalls
 from penstock.server.keys import KeyRing
+from penstock.server.messages import CountRequest, MessageRequest, count_tokens, create_message, model_card
 from penstock.server.metrics import Metrics
 from penstock.server.middleware import (
     BodyLimitMiddleware,
@@ -97,6 +98,7 @@ if TYPE_CHECKING:
 
 SOURCES = {"completions": source_of, "chat": source_of, "responses": ResponseSource}
 SHOWN_PREFIXES = 10
+ANTHROPIC_VERSION = "anthropic-version"  # the header that every client of Anthropic's API sends
 
 
 def create_app(client: EngineClient, options: ServerOptions | None = None) -> Starlette:
@@ -138,6 +140,8 @@ def _routes() -> list[Route]:
         Route("/v1/responses/{id}", retrieve_response),
         Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
+        Route("/v1/messages", create_message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/cache/pin", create_pin, methods=["POST"]),
         Route("/v1/cache/pin", list_pins),
         Route("/v1/cache/pin/{name}", delete_pin, methods=["DELETE"]),
@@ -170,7 +174,7 @@ def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing) -> list
     """List the middleware from the outside in. CORS comes before the key check: a browser's preflight has no key."""
     layers = [Middleware(BoundaryMiddleware, options=options, metrics=metrics)]
     if options.allowed_origins:
-        headers = ["Authorization", "Content-Type", "Last-Event-ID", "X-Request-Id"]
+        headers = ["Anthropic-Version", "Authorization", "Content-Type", "Last-Event-ID", "X-Api-Key", "X-Request-Id"]
         origins, methods = options.allowed_origins, ["GET", "POST", "DELETE"]
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
         layers.append(cors)
@@ -285,20 +289,26 @@ async def metrics(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """List the model under each of its names."""
+    """List the model under each of its names; for clients of Anthropic's API, as that describes models."""
     context = context_of(request)
-    return json_response({"data": [_card(context, name) for name in context.model_names()], "object": "list"})
+    cards = [_card(request, name) for name in context.model_names()]
+    more: dict[str, Any] = {"object": "list"}
+    if ANTHROPIC_VERSION in request.headers:
+        more = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
+    return json_response({"data": cards, **more})
 
 
 async def retrieve_model(request: Request) -> Response:
     """Describe the model."""
+    return json_response(_card(request, context_of(request).check_model(request.path_params["model"])))
+
+
+def _card(request: Request, name: str) -> dict[str, Any]:
+    """Describe a model as OpenAI does, with vLLM's fields and the model's certificate, or as Anthropic does."""
     context = context_of(request)
-    return json_response(_card(context, context.check_model(request.path_params["model"])))
-
-
-def _card(context: ServerContext, name: str) -> dict[str, Any]:
-    """Describe a model as OpenAI does, with vLLM's fields and the model's certificate."""
     info = context.known_info()
+    if ANTHROPIC_VERSION in request.headers:
+        return model_card(name, context.created, info)
     return {
         "id": name,
         "created": context.created,
@@ -503,6 +513,8 @@ BODIES: dict[Any, tuple[type, type | None]] = {  # handler -> the body that it r
     create_completion: (CompletionRequest, CompletionChoice),
     create_chat_completion: (ChatRequest, ChatChoice),
     create_response: (ResponseRequest, None),
+    create_message: (MessageRequest, None),
+    count_tokens: (CountRequest, None),
     create_embeddings: (EmbeddingRequest, None),
     create_scores: (ScoreRequest, None),
     create_ranking: (RankingRequest, None),

@@ -282,7 +282,7 @@ class EventStream(Response):
     """A response that streams events and cancels their source when the client disconnects.
 
     The first event is awaited before the status line is sent, so a request that fails at once gets its real status.
-    If the first event is a keep-alive, the status is 200, and a later failure is sent as `data: {"error": ...}`.
+    If the first event is a keep-alive, the status is 200, and a later failure is sent as an event.
     """
 
     def __init__(self, events: Events, *, stall_timeout_s: float, done: bytes = DONE) -> None:
@@ -306,7 +306,7 @@ class EventStream(Response):
                     await self._send(send, event)
                     event = await anext(events, _END)
             except (PenstockError, ApiError) as exc:
-                await self._send(send, sse_data(from_exception(exc).noted(scope).body))
+                await self._send(send, from_exception(exc).noted(scope).event)
             else:
                 await self._send(send, self._done)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import EngineOverloadedError, PenstockError
 from penstock.server.accounts import KeyLimitError, Stock
-from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, internal_error
+from penstock.server.api_errors import ANTHROPIC_PATHS, ApiError, ClientGoneError, from_exception, internal_error
 from penstock.server.context import FLOW, ServerContext
-from penstock.server.generation import EVENT_STREAM, sse_data
+from penstock.server.generation import EVENT_STREAM
 from penstock.server.keys import KeyRing
 from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
@@ -47,9 +47,10 @@ logger = logging.getLogger("penstock.server")
 class _SentResponse:
     """A `send` that adds common headers and records the status, whether the response streams and whether it ended."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, path: str) -> None:
         self._send = send
         self._request_id = request_id
+        self._names_id = path in ANTHROPIC_PATHS  # whose clients look for another header
         self.status: int | None = None
         self.streams = False
         self.ended = False
@@ -59,6 +60,8 @@ class _SentResponse:
             headers = MutableHeaders(scope=message)
             headers["Date"] = formatdate(usegmt=True)
             headers["X-Request-Id"] = self._request_id
+            if self._names_id:
+                headers["Request-Id"] = self._request_id
             headers["X-Content-Type-Options"] = "nosniff"
             self.status = message["status"]
             self.streams = headers.get("content-type") == EVENT_STREAM.decode()
@@ -86,7 +89,7 @@ class BoundaryMiddleware:
         log = RequestLog(visible_request_id(headers.get("x-request-id")))
         log.traceparent, log.tracestate = headers.get("traceparent"), headers.get("tracestate")
         scope.setdefault("state", {})["log"] = log
-        sent = _SentResponse(send, log.request_id)
+        sent = _SentResponse(send, log.request_id, scope["path"])
         status = CLIENT_GONE
         try:
             await self._app(scope, receive, sent)
@@ -151,7 +154,7 @@ async def _report_failure(sent: _SentResponse, scope: Scope, receive: Receive) -
     if sent.status is None:
         await internal_error().noted(scope).response()(scope, receive, sent)
     elif not sent.ended:
-        body = sse_data(internal_error().body) if sent.streams else b""
+        body = internal_error().noted(scope).event if sent.streams else b""
         await sent({"type": "http.response.body", "body": body, "more_body": False})
 
 
@@ -263,9 +266,10 @@ class _LimitedBody:
 
 
 class KeyMiddleware:
-    """Answers 401 unless the request carries a known key as a bearer token, and opens a lease on the key's account.
+    """Answers 401 unless the request carries a known key, and opens a lease on the key's account.
 
-    No other scheme is known: a browser would add a Basic password by itself, also to requests of other sites' pages.
+    The key is a bearer token, or comes in X-Api-Key, as clients of Anthropic's API send it. No other scheme is known: a
+    browser would add a Basic password by itself, also to requests of other sites' pages.
 
     Only a path that is exactly one of OPEN_PATHS needs no key; paths are compared as the router compares them. The
     owner of the key is the request's `state.account`. A POST beyond a limit gets 429; other methods, and
@@ -281,8 +285,7 @@ class KeyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
-        sent = Headers(scope=scope).getlist("authorization")
-        account = self._keys.find(sent_key(sent[0]) if len(sent) == 1 else b"")
+        account = self._keys.find(sent_key(Headers(scope=scope)))
         if account is None:
             return await _wrong_key().noted(scope).response()(scope, receive, send)
         log: RequestLog = scope["state"]["log"]
@@ -303,20 +306,23 @@ class KeyMiddleware:
 
 
 def _wrong_key() -> ApiError:
-    message = 'The API key is missing or wrong; send it as "Authorization: Bearer KEY".'
+    message = 'The API key is missing or wrong; send it as "Authorization: Bearer KEY" or "X-Api-Key: KEY".'
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def sent_key(header: str) -> bytes:
-    """Find the key in an Authorization header; b"" if it has none."""
-    scheme, _, value = header.partition(" ")
+def sent_key(headers: Headers) -> bytes:
+    """Find the key in the only Authorization header, or else in the only X-Api-Key; b"" if there is none."""
+    sent, plain = headers.getlist("authorization"), headers.getlist("x-api-key")
+    scheme, _, value = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
+    if not sent and len(plain) == 1:
+        scheme, value = "bearer", plain[0]
     return value.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
 # --- overload ---------------------------------------------------------------------------------------------------------
 
 
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages"})
 
 
 class OverloadMiddleware:

@@ -511,14 +511,19 @@ def _invalid_field(message: str) -> InvalidRequestError:
 
 
 MAX_MESSAGES = 4096  # in a conversation; also the number of parts of a message that are searched
-INSIDE = {
-    "chat": ("messages", "message"),
-    "message": ("content", "part"),
-    "pin": ("messages", "message"),
-    "responses": ("tools", "tool"),
-    "tokenize": ("messages", "message"),
+INSIDE = {  # place -> the fields in which lists of other places are
+    "block": {"content": "block"},
+    "chat": {"messages": "message"},
+    "message": {"content": "part"},
+    "messages": {"messages": "turn", "tools": "client_tool"},
+    "pin": {"messages": "message"},
+    "responses": {"tools": "tool"},
+    "tokenize": {"messages": "message"},
+    "turn": {"content": "block"},
 }
-OF_TYPE = {"part": "messages", "tool": "tools"}  # places whose `type` may be unsupported -> the field that holds them
+# Places whose `type` may be unsupported -> the field that holds them. Anthropic's types of tools end in a date.
+OF_TYPE = {"block": "messages", "client_tool": "tools", "part": "messages", "tool": "tools"}
+DATE = re.compile(r"_20\d{6}")
 
 
 class Unsupported(NamedTuple):
@@ -537,19 +542,29 @@ class Unsupported(NamedTuple):
     instead: str = ""
 
 
+KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit of a context that removes nothing
 UNSUPPORTED: dict[str, Unsupported] = {
     "allowed_token_ids": Unsupported(),
     "annotations": Unsupported("message", ([],)),
+    "allowed_callers": Unsupported("client_tool", (["direct"],)),
     "apply_patch": Unsupported("tool"),
+    "bash": Unsupported("client_tool"),
     "audio": Unsupported("chat message"),
     "best_of": Unsupported(neutral=(1,)),
     "chat_template": Unsupported("completions chat responses tokenize pin", forbidden=True),
     "chat_template_kwargs": Unsupported("completions", ({},), instead="a prompt is not rendered; see /tokenize"),
+    "citations": Unsupported("block", ([],)),
+    "code_execution": Unsupported("client_tool"),
     "code_interpreter": Unsupported("tool"),
-    "computer": Unsupported("tool"),
+    "computer": Unsupported("tool client_tool"),
+    "container": Unsupported("messages"),
+    "container_upload": Unsupported("block"),
+    "context_management": Unsupported("messages", ({"edits": []}, {"edits": [KEEPS_ALL]})),
     "computer_use_preview": Unsupported("tool"),
     "conversation": Unsupported("responses"),
     "custom": Unsupported("tool"),
+    "defer_loading": Unsupported("client_tool", (False,)),
+    "document": Unsupported("block"),
     "documents": Unsupported("completions", ([],), instead="a prompt is not rendered; chat completions take them"),
     "echo": Unsupported("chat", (False,)),
     "enable_response_messages": Unsupported("responses", (False,)),
@@ -559,15 +574,21 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "functions": Unsupported("chat", ([],)),
     "guided_decoding_backend": Unsupported(neutral=("auto", "guidance"), instead="llguidance is the only backend"),
     "guided_whitespace_pattern": Unsupported(instead="it is whitespace_pattern in structured_outputs"),
+    "image": Unsupported("block"),
     "image_generation": Unsupported("tool"),
     "image_url": Unsupported("part"),
     "include_reasoning": Unsupported("chat responses", (True,)),
+    "inference_geo": Unsupported("messages"),
     "input_audio": Unsupported("part"),
+    "input_examples": Unsupported("client_tool", ([],)),
     "kv_transfer_params": Unsupported("completions chat responses"),
     "local_shell": Unsupported("tool"),
     "logprob_token_ids": Unsupported(),
     "max_tool_calls": Unsupported("responses"),
     "mcp": Unsupported("tool"),
+    "mcp_servers": Unsupported("messages", ([],)),
+    "mcp_toolset": Unsupported("client_tool"),
+    "memory": Unsupported("client_tool"),
     "media_io_kwargs": Unsupported("completions chat responses tokenize", forbidden=True),
     "mm_processor_kwargs": Unsupported("completions chat responses tokenize", forbidden=True),
     "modalities": Unsupported("chat", (["text"],)),
@@ -580,21 +601,30 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "prompt": Unsupported("responses"),
     "prompt_cache_retention": Unsupported("responses", ("in_memory",)),
     "prompt_embeds": Unsupported("completions"),
+    "redacted_thinking": Unsupported("block"),
     "refusal": Unsupported("message part"),
     "repetition_detection": Unsupported(),
-    "service_tier": Unsupported("completions chat responses", ("auto", "default")),
+    "search_result": Unsupported("block"),
+    "server_tool_use": Unsupported("block"),
+    "service_tier": Unsupported("completions chat responses messages", ("auto", "default", "standard_only")),
     "shell": Unsupported("tool"),
+    "speed": Unsupported("messages", ("standard",)),
     "store": Unsupported(neutral=(False,)),
     "structural_tag": Unsupported(),
     "suffix": Unsupported("completions"),
+    "text_editor": Unsupported("client_tool"),
     "thinking_token_budget": Unsupported(),
     "tool_search": Unsupported("tool"),
+    "tool_search_tool_bm25": Unsupported("client_tool"),
+    "tool_search_tool_regex": Unsupported("client_tool"),
+    "toolset_name": Unsupported("block"),
     "top_logprobs": Unsupported("responses", (0,)),
     "truncate_prompt_tokens": Unsupported(),
     "truncation_side": Unsupported(),
     "video_url": Unsupported("part"),
     "vllm_xargs": Unsupported("completions chat responses"),
-    "web_search": Unsupported("tool"),
+    "web_fetch": Unsupported("client_tool"),
+    "web_search": Unsupported("tool client_tool"),
     "web_search_2025_08_26": Unsupported("tool"),
     "web_search_options": Unsupported("chat"),
     "web_search_preview": Unsupported("tool"),
@@ -604,8 +634,6 @@ UNSUPPORTED_ROUTES = (
     "/v1/responses/{id}/input_items",
     "/v1/responses/input_tokens",
     "/v1/responses/compact",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
     "/v1/completions/render",
     "/v1/chat/completions/render",
     "/v1/load_lora_adapter",
@@ -625,16 +653,16 @@ def strip_unsupported(body: Any, place: str) -> None:
     """
     if not isinstance(body, dict):
         return
-    if place in OF_TYPE and isinstance(kind := body.get("type"), str) and _applies(kind, place):
+    if place in OF_TYPE and isinstance(kind := body.get("type"), str) and _applies(DATE.sub("", kind), place):
         raise _refusal(OF_TYPE[place], {"type": kind})
     _check_best_of(body)
     for name in sorted(UNSUPPORTED.keys() & body.keys()):
         if _applies(name, place) and not _is_neutral(name, value := body.pop(name)):
             raise _refusal(name, value)
-    key, inner = INSIDE.get(place, ("", ""))
-    items = body.get(key)
-    for item in islice(items, MAX_MESSAGES) if isinstance(items, list) else ():
-        strip_unsupported(item, inner)
+    for key, inner in INSIDE.get(place, {}).items():
+        items = body.get(key)
+        for item in islice(items, MAX_MESSAGES) if isinstance(items, list) else ():
+            strip_unsupported(item, inner)
 
 
 def _check_best_of(body: dict[str, Any]) -> None:

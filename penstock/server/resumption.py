@@ -33,8 +33,7 @@ _encode = msgspec.json.Encoder().encode
 
 def owner_of(request: Request) -> str:
     """Hash the key that the client sends, which tells clients apart."""
-    keys = request.headers.getlist("authorization")
-    return blake2b(sent_key(keys[0]) if keys else b"", digest_size=16, person=b"penstock owner").hexdigest()
+    return blake2b(sent_key(request.headers), digest_size=16, person=b"penstock owner").hexdigest()
 
 
 async def keep(

@@ -18,6 +18,7 @@ from msgspec import inspect
 
 from penstock import PenstockError
 from penstock.server.embeddings import EmbeddingRequest, RankingRequest, ScoreRequest
+from penstock.server.messages import CountRequest, MessageRequest
 from penstock.server.openai_requests import (
     UNSUPPORTED,
     BlocksRequest,
@@ -46,6 +47,8 @@ KINDS: dict[str, type[Strict]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/responses": ResponseRequest,
+    "/v1/messages": MessageRequest,
+    "/v1/messages/count_tokens": CountRequest,
     "/v1/cache/pin": PinRequest,
     "/v1/kv/prefill": PrefillRequest,
     "/v1/kv/blocks": BlocksRequest,

@@ -112,7 +112,7 @@ def test_unknown_routes_and_methods() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/messages", "/v1/load_lora_adapter", "/v1/responses/compact", "/v1/responses/a/input_items"]
+    "path", ["/v1/completions/render", "/v1/load_lora_adapter", "/v1/responses/compact", "/v1/responses/a/input_items"]
 )
 def test_planned_routes(path: str) -> None:
     """Guards against a planned route that looks like a typing mistake."""

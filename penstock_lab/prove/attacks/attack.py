@@ -29,6 +29,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1]},
     "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {
+        "model": "demo",
+        "max_tokens": 8,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+    },
+    "/v1/messages/count_tokens": {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]},
     "/v1/cache/pin": {"prompt": "Once upon a time, far away, there was a little girl who liked to read.", "name": "a"},
     "/v1/kv/prefill": {"store": "penstock-x", "prompt_token_ids": [1, 2], "cache_salt": "s"},
     "/v1/kv/blocks": {"names": ["0-00"]},
@@ -37,6 +43,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/rerank": {"query": "Hi", "documents": ["Hi", {"text": "Once"}]},
 }
 ERROR_FIELDS = {"message", "type", "param", "code"}
+ANTHROPIC_FIELDS = {"type", "message", "details"}
 # What no answer may show: the key, the server's path, and parts of a traceback.
 SECRETS = re.compile(
     "|".join([KEY, "Traceback", "site-packages", *map(re.escape, {str(Path(__file__).parents[2]), sys.prefix})])
@@ -47,7 +54,7 @@ def judge(status: int, body: bytes, expect: Sequence[int]) -> str | None:
     """Explain what is wrong with an answer; None if nothing is.
 
     Args:
-        expect: the correct statuses; an error must carry OpenAI's error object.
+        expect: the correct statuses; an error must carry OpenAI's error object, or Anthropic's.
     """
     shown = body[:200].decode(errors="replace")
     if status not in expect:
@@ -57,10 +64,12 @@ def judge(status: int, body: bytes, expect: Sequence[int]) -> str | None:
     if status < 400:
         return None
     try:
-        error = json.loads(body)["error"]
+        found = json.loads(body)
+        error = found["error"]
     except (ValueError, KeyError, TypeError):
         return f"{status} without an error object: {shown}"
-    return None if set(error) == ERROR_FIELDS and error["message"] else f"{status} with another error object: {shown}"
+    fields = ANTHROPIC_FIELDS if found.get("type") == "error" else ERROR_FIELDS
+    return None if set(error) == fields and error["message"] else f"{status} with another error object: {shown}"
 
 
 @dataclass(slots=True)
