@@ -20,7 +20,7 @@ from penstock import errors
 MAX_MESSAGE = 500  # characters of an error message that are sent; the rest is cut off
 MAX_PARAM = 100
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+ANTHROPIC_PATHS = "/v1/messages"  # the beginning of the paths of its API
 ANTHROPIC_TYPES = {
     **ERROR_TYPES, 403: "permission_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error",
     504: "timeout_error",
@@ -60,7 +60,7 @@ class ApiError(Exception):
         """Note the error in the request's log, and return it, in the shape of the request's API."""
         log = scope["state"]["log"]
         log.error = self
-        if scope["path"] in ANTHROPIC_PATHS:
+        if scope["path"].startswith(ANTHROPIC_PATHS):
             self.request_id = log.request_id
         return self
 

@@ -9,10 +9,12 @@ Hints that change no token: `cache_control` (prefixes are cached without it; the
 the thinking comes back.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -25,7 +27,15 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason
 from penstock.interface.sampling_params import MAX_TOKENS
 from penstock.server.completions import ChatAnswers
-from penstock.server.context import ServerContext, context_of, json_response, log_of, read_body, within_limits
+from penstock.server.context import (
+    LARGE_BODY,
+    ServerContext,
+    context_of,
+    json_response,
+    log_of,
+    read_body,
+    within_limits,
+)
 from penstock.server.generation import EventStream, Generation, until_disconnect
 from penstock.server.inputs import chat_params, chat_prompts, check_form, rules_of, salted, with_rules
 from penstock.server.openai_requests import ChatRequest, ComputingRequest, Effort, Strict, to_request
@@ -172,6 +182,7 @@ NAMES = {  # field of a chat -> field of this API
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
+    "tools": "tools",
 }
 FLAT = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs")
 
@@ -186,6 +197,7 @@ def naming_the_message() -> Iterator[None]:
         if field not in NAMES:
             raise
         message = error.message.replace(field, NAMES[field], 1)
+        message = message.replace("].function.parameters", "].input_schema", 1).replace("].function.", "].", 1)
         raise InvalidRequestError(message, param=NAMES[field], code=error.code) from None
 
 
@@ -324,7 +336,7 @@ class MessageAnswer:
     """Shapes the outputs of one call as a message, or as its events."""
 
     def __init__(self, body: MessageRequest, chat: ChatRequest, generation: Generation, envelope: Event) -> None:
-        self._body, self._generation = body, generation
+        self._asks_for_cache, self._generation = body.asks_for_cache, generation
         rules = rules_of(generation.context, chat, generation.prompts[0])
         self._answers = ChatAnswers(generation.id, rules, generation.context.tokenizer() if rules.marks else None)
         self._envelope = {"id": generation.id, "type": "message", "role": "assistant", **envelope}
@@ -421,7 +433,7 @@ class MessageAnswer:
         request's wish, and all others."""
         log = self._generation.log
         computed = log.num_prompt_tokens - log.num_cached_tokens
-        written = computed if self._body.asks_for_cache else 0
+        written = computed if self._asks_for_cache else 0
         return {
             "input_tokens": computed - written,
             "cache_creation_input_tokens": written,
@@ -459,7 +471,7 @@ async def create_message(request: Request) -> Response:
     envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
     context.arrive(log)  # refuse it before spending time on the prompt
     with naming_the_message():
-        chat = chat_of(context, body)
+        chat = await _chat(request, body)
         params = chat_params(chat, info)
         await check_form(context, chat, params)
         prompts = salted(request, body.cache_salt, await chat_prompts(context, chat, info))
@@ -480,8 +492,14 @@ async def count_tokens(request: Request) -> Response:
     info = context.info()
     context.check_model(body.model)
     with naming_the_message():
-        (prompt,) = await chat_prompts(context, chat_of(context, body), info)
+        (prompt,) = await chat_prompts(context, await _chat(request, body), info)
     return json_response({"input_tokens": len(prompt.token_ids)})
+
+
+async def _chat(request: Request, body: CountRequest) -> ChatRequest:
+    """Convert a body; a large one in a thread, so that others are served meanwhile."""
+    convert = partial(chat_of, context_of(request), body)
+    return await asyncio.to_thread(convert) if len(await request.body()) > LARGE_BODY else convert()
 
 
 def model_card(name: str, created: int, info: ModelInfo) -> Event:

@@ -50,7 +50,7 @@ class _SentResponse:
     def __init__(self, send: Send, request_id: str, path: str) -> None:
         self._send = send
         self._request_id = request_id
-        self._names_id = path in ANTHROPIC_PATHS  # whose clients look for another header
+        self._names_id = path.startswith(ANTHROPIC_PATHS)  # whose clients look for another header
         self.status: int | None = None
         self.streams = False
         self.ended = False

@@ -65,11 +65,14 @@ def describe(
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__},
         "servers": [{"url": root_path or "/"}],
-        "security": [{"bearer": []}, {}],
+        "security": [{"bearer": []}, {"key": []}, {}],
         "paths": paths,
         "components": {
             "schemas": {**components, "Error": ERROR},
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
         },
     }
 

@@ -233,6 +233,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "no blocks of type tool_result",
     ),
     "edits of the context": ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_m"),
+    "a tool of no object": ({"tools": [{**ADD, "input_schema": {"type": "array"}}]}, r"tools\[0\].input_schema"),
     "no tokens": ({"max_tokens": 0}, "max_tokens: 0"),
     "a choice of no tool": ({"tools": [ADD], "tool_choice": {"type": "tool"}}, r"tool_choice.name: required"),
     "a stop sequence of nothing": ({"stop_sequences": [""]}, "stop_sequences: ''"),
