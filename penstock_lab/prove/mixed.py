@@ -8,7 +8,6 @@ scheduler; forms are compiled in a real text process.
 
 import asyncio
 import contextlib
-import json
 import os
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any, ClassVar
 import uvloop
 
 from penstock.errors import PenstockError
-from penstock_lab.prove.attacks.attack import BODIES, judge
+from penstock_lab.prove.attacks.attack import BODIES, error_code, judge
 from penstock_lab.prove.hostile import ALLOWED_STATUSES, JSON_HEADER, BodyMaker
 from penstock_lab.prove.levels import memory_bytes
 from penstock_lab.prove.long_run import MAX_MIXED_SLOPE, judge_slope
@@ -279,11 +278,11 @@ class MixedRequests:
 
 def _problem(sent: Sent, answer: Response) -> str | None:
     if (codes := OWN_REASONS.get(answer.status)) is not None:
-        code = json.loads(answer.body)["error"]["code"] if answer.body else None
+        code = error_code(answer.body) if answer.body else None
         return None if code in codes else f"{answer.status} with the code {code}"
     if sent.method == "HEAD" or (answer.status >= 400 and not answer.body):
         return None if answer.status < 500 else f"{answer.status}"
-    if b'"code":"internal_error"' in answer.body:
+    if b'code":"internal_error"' in answer.body:
         return f"an error of the server's own in a stream: {answer.body[-300:]!r}"
     return judge(answer.status, answer.body, (*ALLOWED_STATUSES, 401, 403))
 

@@ -72,6 +72,13 @@ def judge(status: int, body: bytes, expect: Sequence[int]) -> str | None:
     return None if set(error) == fields and error["message"] else f"{status} with another error object: {shown}"
 
 
+def error_code(body: bytes) -> str:
+    """Read the code of an error, in the shape of either API."""
+    error = json.loads(body)["error"]
+    code: str = error["details"]["error_code"] if "details" in error else error["code"]
+    return code
+
+
 @dataclass(slots=True)
 class Target:
     """The attacked server, and what was wrong with its answers."""

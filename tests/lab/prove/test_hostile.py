@@ -14,7 +14,7 @@ from penstock.client import frames
 from penstock.server.app import not_built
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock_lab.prove import long_run
-from penstock_lab.prove.attacks.attack import BODIES
+from penstock_lab.prove.attacks.attack import BODIES, error_code
 from penstock_lab.prove.canary import Reading
 from penstock_lab.prove.frame_attacks import FrameAttack
 from penstock_lab.prove.hostile import ALLOWED_STATUSES, KINDS, BodyMaker, GeneratedInput
@@ -51,7 +51,7 @@ def test_generated_input_is_of_all_kinds() -> None:
             path, content = maker.make()
             answer = await server.call("POST", path, content, JSON_HEADER)
             assert answer.status in ALLOWED_STATUSES
-            code = "served" if answer.status == 200 else json.loads(answer.body)["error"]["code"]
+            code = "served" if answer.status == 200 else error_code(answer.body)
             found[code] = found.get(code, 0) + 1
         return found
 
