@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import hmac
+from dataclasses import replace
 
 import pytest
 from starlette.routing import Route
@@ -13,7 +14,7 @@ from penstock.server.app import create_app
 from penstock.server.middleware import OPEN_PATHS
 from penstock.server.options import ServerOptions
 from tests.server.fakes import FakeEngineClient
-from tests.server.harness import app_client
+from tests.server.harness import app_client, get, running, send
 
 KEY = "sk-right"
 OPTIONS = ServerOptions(api_key=KEY, access_log=False)
@@ -81,12 +82,25 @@ def test_right_keys(client: TestClient) -> None:
     """Guards against a scheme that only works in one spelling."""
     for header in (f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY} "):
         assert client.get("/v1/models", headers={"Authorization": header}).status_code == 200
+    assert client.get("/v1/models", headers={"X-Api-Key": KEY}).status_code == 200
+
+
+def test_a_key_is_the_same_in_both_headers() -> None:
+    """Guards against a response that its owner cannot fetch, because the key came in the other header."""
+    body = {"model": "fake", "input": "Hi", "max_output_tokens": 2}
+    with running(FakeEngineClient(), replace(OPTIONS, port=0)) as server:
+        made = send(f"{server.url}/v1/responses", json=body, headers={"X-Api-Key": KEY}).json()
+        for headers in ({"X-Api-Key": KEY}, {"Authorization": f"Bearer {KEY}"}):
+            assert get(f"{server.url}/v1/responses/{made['id']}", headers=headers).json()["id"] == made["id"]
 
 
 def test_two_keys_are_none(client: TestClient) -> None:
     """Guards against a second header that a proxy in front has not looked at."""
-    headers = [("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer x")]
-    assert client.get("/v1/models", headers=headers).status_code == 401
+    right, other = ("Authorization", f"Bearer {KEY}"), ("X-Api-Key", KEY)
+    for headers in ([right, ("Authorization", "Bearer x")], [other, ("X-Api-Key", "x")], [other, ("X-Api-Key", KEY)],
+                    [other, ("Authorization", "Bearer x")], [other, ("Authorization", "")]):  # fmt: skip
+        assert client.get("/v1/models", headers=headers).status_code == 401
+    assert client.get("/v1/models", headers=[right, ("X-Api-Key", "x")]).status_code == 200  # as it is documented
 
 
 def test_keys_are_compared_in_constant_time(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,9 +95,10 @@ def test_system_stop_and_cache(server: RunningServer, client: Any) -> None:
 def test_a_message_goes_on(client: Any, server: RunningServer) -> None:
     """Guards against an answer that begins anew instead of continuing what the client has begun."""
     server.client.behaviour = Behaviour(text=" 3.")
-    begun = [USER, {"role": "assistant", "content": "It is"}]
+    parts = [{"type": "text", "text": text} for text in ("It ", "is")]
+    begun = [{"role": "user", "content": "Well."}, USER, {"role": "assistant", "content": parts}]
     assert client.messages.create(**{**ASKED, "messages": begun}).content[0].text == " 3."
-    assert bytes(server.client.seen[0][0]).decode().endswith("<assistant>It is")
+    assert bytes(server.client.seen[0][0]).decode() == "<user>Well.\nWhat is 1 + 2?<assistant>It is"
 
 
 @pytest.mark.parametrize("streams", [False, True])
