@@ -14,6 +14,7 @@ What a pass does on the host, between two operations, cuts it into several graph
 """
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,11 +30,15 @@ from penstock.kernels.tensors import Array
 # Tokens of programs. Up to 16, products compute as many rows whatever the step has; above, at most half more than it
 # has; and beyond 256, kernels take longer than the Python that launches them.
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-GRAPHS = 32  # of one program; the one that was used longest ago makes room
+GRAPHS = (
+    64  # of all programs of a backend; the one that was used longest ago makes room. Each takes memory of the device
+)
+SEEN = 256  # forms that a program remembers
 OWN = "penstock.", "triton."  # modules whose use of torch is the same in every pass
 
 Forward = Callable[[Sequence[Any]], Tensor]
 Part = Callable[[], object]
+Key = tuple[Any, ...]  # the form of each cache group's work
 
 
 def rows(tokens: int) -> int:
@@ -121,10 +126,9 @@ class TritonProgram:
         num_graphs: recordings that it has.
     """
 
-    def __init__(self, forward: Forward, capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
-        """capture: records a pass, which it does not run."""
-        self._forward, self._capture = forward, capture
-        self._recordings: OrderedDict[tuple[Any, ...], _Recorded | None] = OrderedDict()
+    def __init__(self, forward: Forward, recorder: "Recorder") -> None:
+        self._forward, self._recorder = forward, recorder
+        self._recordings: OrderedDict[Key, _Recorded | None] = OrderedDict()  # None: the form was seen once
 
     @property
     def num_graphs(self) -> int:
@@ -134,18 +138,23 @@ class TritonProgram:
         key = tuple(meta.work.form for meta in attention)
         if key not in self._recordings:
             self._recordings[key] = None
-            if len(self._recordings) > GRAPHS:
+            if len(self._recordings) > SEEN:
                 self._recordings.popitem(last=False)
             return self._forward(attention)
         self._recordings.move_to_end(key)
         recorded = self._recordings[key]
         if recorded is None:
-            run = self._capture(lambda: self._forward(attention))
+            run = self._recorder.capture(lambda: self._forward(attention))
             recorded = self._recordings[key] = _Recorded([meta.work.memory for meta in attention], run)
         for own, meta in zip(recorded.works, attention, strict=True):
             if own is not meta.work.memory:
                 own.copy_(meta.work.memory)
+        self._recorder.note(self, key)
         return recorded.run()
+
+    def forget(self, key: "Key") -> None:
+        """Drop the recording for a form, if there is one; it is made again when the form has come twice more."""
+        self._recordings.pop(key, None)
 
     def decode(
         self, attention: Sequence[Any], input_ids: Tensor, positions: Tensor, tokens: Array, vocab_size: int
@@ -194,12 +203,13 @@ class Recorder:
         self._device = device
         self.place: tuple[torch.cuda.Stream, Any] | None = None
         self._capture: Capture | None = None
+        self._used: OrderedDict[tuple[int, Key], weakref.ref[TritonProgram]] = OrderedDict()
 
     def record(
         self, forward: Forward, attention: Sequence[Any], torch_too: bool
     ) -> tuple[Tensor, TritonProgram | None]:
         """Compute a pass, and make its program; None if a model of a user's own computes by itself."""
-        program = TritonProgram(forward, self.capture)
+        program = TritonProgram(forward, self)
         guard: AbstractContextManager[Any] = nullcontext() if torch_too else TorchGuard()
         with guard as watched:
             result = program.run(attention)
@@ -213,6 +223,16 @@ class Recorder:
         capture = Capture(*self.place)
         with self._capturing(capture):
             return Recording(capture.parts, capture.run(forward))
+
+    def note(self, program: TritonProgram, key: Key) -> None:
+        """Note that a recording is used. If there are more than GRAPHS, drop the one that was used longest ago."""
+        place = id(program), key
+        self._used[place] = weakref.ref(program)
+        self._used.move_to_end(place)
+        while len(self._used) > GRAPHS:
+            (_, oldest), found = self._used.popitem(last=False)
+            if (owner := found()) is not None:
+                owner.forget(oldest)
 
     @contextmanager
     def _capturing(self, capture: Capture) -> Iterator[None]:

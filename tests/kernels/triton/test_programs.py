@@ -3,6 +3,7 @@ on a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,27 @@ def test_programs_have_the_bits_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> 
         assert [meta is captured for meta in replayed] == [True, True]
     else:
         assert not replayed, "a graph runs without Python"
+
+
+def test_old_graphs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against graphs that fill the memory of the device, one for each form that ever came."""
+    monkeypatch.setattr(programs, "GRAPHS", 2)
+    recorder, runs = programs.Recorder(torch.device("cpu")), list[str]()
+    forms = {name: [SimpleNamespace(work=SimpleNamespace(form=name, memory=torch.zeros(1)))] for name in "abc"}
+
+    def forward(given: Sequence[Any]) -> Tensor:
+        runs.append(given[0].work.form)
+        return given[0].work.memory
+
+    program = programs.TritonProgram(forward, recorder)
+    for name in "aabbaacc":
+        program.run(forms[name])
+    assert program.num_graphs == 2
+    del runs[:]
+    for name in "cba":  # "b" was used longest ago
+        program.run(forms[name])
+    assert program.num_graphs == 2
+    assert program._recordings["b",] is None
 
 
 @pytest.mark.parametrize("is_own", [True, False])
