@@ -358,6 +358,7 @@ class Ledger:
 
     def _scratch(self, config: EngineConfig, tokens: int, rows: int, sizes: ModelSizes) -> int:
         """Count the most bytes that one operation on a GPU keeps between its kernels."""
+        from penstock.kernels.triton.ops import ALIGNED_ROWS, GATE_BYTES
         from penstock.kernels.triton.work import SPAN, STATES_BYTES
 
         model, inner, slices = self.model, _inner(self.model), 0
@@ -365,7 +366,8 @@ class Ledger:
             slices = config.numerics.scheme.slices
         deepest = max(sizes.deepest, model.hidden_size)
         operand = tokens * (slices * deepest + FLOAT_BYTES)
-        gates = tokens * FLOAT_BYTES * 2 * max(model.intermediate_size, deepest)  # of int4 weights
+        gate = FLOAT_BYTES * 2 * max(model.intermediate_size, deepest)
+        gates = min(tokens * gate, max(GATE_BYTES, ALIGNED_ROWS * gate))  # of int4 weights
         pairs = tokens * model.num_experts_per_tok
         experts = pairs * (FLOAT_BYTES * (3 * inner + 2 * model.hidden_size)) + FLOAT_BYTES * tokens * model.num_experts
         spans = -(-(config.scheduler.max_model_len or 0) // SPAN) + 1

@@ -42,6 +42,8 @@ from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.quantize import operand
 from penstock.kernels.triton.work import PlannedMetadata
 
+GATE_BYTES = 2**26  # of gates and what they multiply, for weights whose kernels cannot gate: some rows at a time
+ALIGNED_ROWS = 16  # a multiple of so many begins at an aligned address
 STAGED_BYTES = 2**20  # of an array that is copied through pinned memory, at most
 
 
@@ -148,8 +150,12 @@ class TritonOps:
         if whole.has_fused_gate:
             rows_of_x = operand(x, whole, scratch)
             return products.product(rows_of_x, whole, out, scratch, activation=activation, gated=True)
-        both = scratch.empty((len(x), whole.shape[0]), torch.float32, self.device)
-        return rows.apply("gate", self._multiply(x, whole, "", both), out, activation=activation)
+        some = max(1, GATE_BYTES // (4 * whole.shape[0]) // ALIGNED_ROWS) * ALIGNED_ROWS
+        for start in range(0, len(x), some):
+            part, to = x[start : start + some], out[start : start + some]
+            both = self.scratch.begin().empty((len(part), whole.shape[0]), torch.float32, self.device)
+            rows.apply("gate", self._multiply(part, whole, "", both), to, activation=activation)
+        return out
 
     def _product(
         self, x: Tensor, weight: TritonLinear, activation: str, dtype: torch.dtype, out: Tensor | None

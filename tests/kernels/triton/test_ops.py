@@ -13,6 +13,7 @@ from penstock.kernels.metadata import Heads, RotaryParams, RouterParams
 from penstock.kernels.ops import PLAIN, Packing, XieluCurve
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
+from penstock.kernels.triton import ops
 from penstock.kernels.triton.ops import TritonOps
 from tests.kernels.triton.compare import DEVICE, close, draw
 
@@ -112,3 +113,11 @@ def test_restoring(packing: Packing) -> None:
     assert torch.equal(TRITON.linear(x, restored), TRITON.linear(x, weight))
     with pytest.raises(ValueError, match="do not fit"):
         TRITON.restore_linear((18, 24), weight.state(), packing)
+
+
+def test_gates_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against rows that are left out or written twice where not all gates fit into scratch memory."""
+    x, weight = draw(20, 24, dtype=BF16), packed(TRITON, INT4)
+    whole = TRITON.gated_linear(x, weight, "silu")
+    monkeypatch.setattr(ops, "GATE_BYTES", 1)
+    assert torch.equal(TRITON.gated_linear(x, weight, "silu"), whole)
