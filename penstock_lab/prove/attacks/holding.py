@@ -47,6 +47,11 @@ def _of_keys(count: int) -> bytes:
     return b'{"prompt": "a", "logit_bias": {%s}}' % b",".join(b'"%d":1' % i for i in range(count))
 
 
+def _of_blocks(count: int) -> bytes:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}] * count}
+    return json.dumps({"max_tokens": 2, "messages": [message]}, separators=(",", ":")).encode()
+
+
 LABEL, TEXT = b'{"prompt": "a", "metadata": {"a": [', b'{"prompt": "'
 BODIES = {
     "empty lists": _repeated(b"[],"),
@@ -68,6 +73,8 @@ BODIES = {
     "lists and objects in each other": _repeated(b'[{"content":', before=b'{"messages": '),
     "names": Call(lambda: _of_keys(600_000), ANY),
     "as many names as are allowed": Call(lambda: _of_keys(MAX_NESTED - 8), ANY),
+    "blocks of a message": Call(lambda: _of_blocks(9_000), ANY, "/v1/messages"),
+    "as many blocks of a message as are allowed": Call(lambda: _of_blocks(MAX_NESTED // 3 - 8), ANY, "/v1/messages"),
 }
 
 
