@@ -11,7 +11,7 @@ from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
 from penstock.assembly.memory import CachePlan, Ledger, MemoryPlan, plan_given_cache, plan_kv_cache
 from penstock.assembly.offload import check_offload, make_store
-from penstock.assembly.sizes import model_sizes
+from penstock.assembly.sizes import model_sizes, reserve_results
 from penstock.assembly.streaming import as_served
 from penstock.config import TRITON, EngineConfig
 from penstock.engine.engine import Engine
@@ -189,9 +189,10 @@ def _build(
         model = _NoModel(option, "no process has the whole model; use 1 to look into it")
     else:
         model = make_model(config, model_config, stored, ops, Place(ops.free_bytes))
+        if memory is not None and config.numerics.kernels == TRITON:
+            cast(Any, ops).scratch.reserve(memory.entries["operands"])  # so that no step allocates any
+            reserve_results(model, config.scheduler.max_num_batched_tokens or 0, config.scheduler.max_num_seqs)
         executor = LocalExecutor(ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms))
-    if memory is not None and config.numerics.kernels == TRITON:
-        cast(Any, ops).scratch.reserve(memory.entries["operands"])  # so that no step allocates any
     cache_bytes = executor.cache_bytes
     if config.parallel.num_ranks == 1 and cache_bytes != plan.num_bytes:
         raise EngineError(f"the cache takes {cache_bytes} bytes, but {plan.num_bytes} were planned")

@@ -10,8 +10,9 @@ from typing import Any
 
 from penstock.assembly.memory import ModelSizes, Products
 from penstock.kernels.ops import Ops, Packing
+from penstock.kernels.tensors import LOGITS_ROWS, Slot
 from penstock.layers.decoder import MoE
-from penstock.layers.module import named_modules
+from penstock.layers.module import CausalLM, named_modules
 from penstock.layers.weights import Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import ANYWHERE, Place, Stored, empty_model, kept_layers, make_factory, plain_bytes
@@ -45,6 +46,17 @@ def model_sizes(
         kinds=_kinds(kept, plain, weights),
         products=_products(modules, plain),
     )
+
+
+def reserve_results(model: CausalLM, tokens: int, sequences: int) -> None:
+    """Let the buffers of results grow to the largest step's, so that no step allocates any."""
+    modules = [module for _, module in named_modules(model)]
+    experts = {id(layer) for layer in _expert_products(modules)}  # one call computes all experts of a layer
+    for module in modules:
+        rows = max(sequences, LOGITS_ROWS) if isinstance(module, LMHead) else tokens
+        for slot in vars(module).values():
+            if isinstance(slot, Slot) and id(module) not in experts:
+                slot(rows)
 
 
 def _products(modules: Iterable[object], plain: str) -> dict[str, Products]:

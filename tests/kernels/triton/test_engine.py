@@ -3,6 +3,7 @@
 Models are as small as they can be, because an operation of a program takes 20 microseconds there.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError
 from penstock.interface.messages import EngineRequest
+from penstock.kernels.tensors import Slot
 from penstock.kernels.triton import device
 from penstock.kernels.triton import ops as backend
 from penstock.kernels.triton.ops import TritonOps
@@ -103,8 +105,15 @@ def test_same_bits(llama: Made) -> None:
     assert stats.num_cached_tokens_total >= 128
 
 
-def test_memory(llama: Made) -> None:
+def results(model: Any) -> Iterator[Slot]:
+    """The buffers of a model's results."""
+    for _, module in named_modules(model):
+        yield from (value for value in vars(module).values() if isinstance(value, Slot))
+
+
+def test_memory(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against memory that is not in the plan, and against scratch memory that grows while requests wait."""
+    monkeypatch.setattr(TritonOps, "fixed_rows", 8)
     config = EngineConfig.from_options(model=str(llama[1]), kernels="triton", max_model_len=160, max_num_seqs=4)
     built = build_engine(config)
     planned, ops = built.info.memory, cast(TritonOps, built.ops)
@@ -113,11 +122,16 @@ def test_memory(llama: Made) -> None:
     kept = [layer for layer in layers if not isinstance(layer, Embedding)]  # the head has its rows
     assert planned["weights"] == sum(layer.num_bytes for layer in kept)
     assert planned["cache"] == built.cache_bytes
-    pieces = len(ops.scratch._pieces)
+    pieces, slots = len(ops.scratch._pieces), {id(slot): slot for slot in results(built.model)}
+    buffers = [id(slot._many) for slot in slots.values()]
+    assert len(slots) > 8
     built.engine.add_request(EngineRequest("0", random_ids(20, 0, 67), GREEDY, 0))
     while built.engine.has_work:
         built.engine.step()
+    built.engine.add_request(EngineRequest("1", random_ids(40, 1, 67), GREEDY, 0))
+    built.engine.step()
     assert len(ops.scratch._pieces) == pieces
+    assert [id(slot._many) for slot in slots.values()] == buffers
     assert 0 < ops.scratch.peak <= planned["operands"]
 
 
