@@ -30,18 +30,20 @@ def model_sizes(
     """
     make = make_factory(stored, model_config, ops, place, max_positions=1, head=head, **options)
     model = empty_model(model_config, make)
-    modules = [module for _, module in named_modules(model)]
-    heads = [module for module in modules if isinstance(module, LMHead)]
-    experts = [expert for module in modules if isinstance(module, MoE) for expert in module.experts]
-    # One call computes all experts of a layer, so the single experts need no result buffers.
+    whole = [module for _, module in named_modules(model)]
+    experts = [expert for module in whole if isinstance(module, MoE) for expert in module.experts]
+    # One call computes all experts of a layer, so the single experts need no result buffers. Logits are counted apart.
     unused = {layer.out for expert in experts for layer in (expert.gate_up_proj, expert.down_proj)}
+    unused |= {module.out for module in whole if isinstance(module, LMHead)}
+    place.trim(model, make)
+    modules = [module for _, module in named_modules(model)]
     plain, kept = "float32" if int(ops.dtype.itemsize) == 4 else "bfloat16", kept_layers(model, make)
     weights = sum(layer.num_bytes for layer in kept) + plain_bytes(model, make)
     return ModelSizes(
         weights=weights,
         fixed_rows=ops.fixed_rows,
-        row_bytes=sum(slot.row_bytes for slot in make.arena.slots - unused - {head.out for head in heads}),
-        vocab_columns=max(head.width for head in heads),
+        row_bytes=sum(slot.row_bytes for slot in make.arena.slots - unused),
+        vocab_columns=max((module.width for module in modules if isinstance(module, LMHead)), default=0),
         deepest=max(module.spec.shape[1] for module in modules if isinstance(module, Linear)),
         kinds=_kinds(kept, plain, weights),
         products=_products(modules, plain),

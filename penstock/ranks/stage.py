@@ -44,6 +44,13 @@ def split_layers(num_layers: int, num_stages: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
+def config_of(model: ModelConfig, layers: range) -> ModelConfig:
+    """Reduce the config of a model to some of its layers, for counting: heads, windows and caches are those of them."""
+    names = ("layer_windows", "layer_heads", "rotary_layers", "values_are_keys", "sparse_layers")
+    by_layer: dict[str, Any] = {name: getattr(model, name)[layers.start : layers.stop] for name in names}
+    return replace(model, num_hidden_layers=len(layers), **by_layer)
+
+
 class Stage:
     """Some of a model's layers.
 

@@ -42,7 +42,7 @@ def check_ranks(config: EngineConfig, hardware: Hardware | None, devices: Device
     if devices is None and hardware is None:
         return  # the ranks are processes on this machine
     count = devices[0] if devices is not None else hardware.devices if hardware is not None else 1
-    if (ranks := config.parallel.num_ranks) > count:
+    if (ranks := config.parallel.num_ranks * config.parallel.pipeline_parallel_size) > count:
         message = f"devices: {count} are too few for a model that is split over {ranks}; give --devices {ranks}"
         raise InvalidRequestError(message, param="devices")
 

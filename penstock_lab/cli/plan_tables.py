@@ -16,10 +16,11 @@ UNITS = ((2**30, "GiB"), (MIB, "MiB"), (2**10, "KiB"))
 def print_plan(model: str, result: dict[str, Any]) -> None:
     """Print the memory and the largest sizes, and the times, placement and operator if the plan has them."""
     console = Console()
-    parts = result["tensor_parallel_size"]
+    parts, stages = result["tensor_parallel_size"], result["pipeline_parallel_size"]
     verdict = "it fits" if result["fits"] else "it does not fit"
     length = result["max_model_len"]
     split = f", split over {parts}" if parts > 1 else ""
+    split += f", in {stages} stages" if stages > 1 else ""
     console.print(f"{model} on {result['hardware']}{split}: {verdict}, max_model_len = {length}", highlight=False)
     if result["smallest_change"]:
         console.print(f"with {result['smallest_change']} it would fit", highlight=False)

@@ -10,7 +10,7 @@ Reading and multiplying overlap, so the longer one counts; exchanges and the hos
 the binding limit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.assembly.memory import Products
@@ -117,6 +117,40 @@ class StepTime:
             self.exchange + other.exchange,
             self.host + other.host,
         )
+
+
+GroupTime = Callable[[ModelWork, Hardware, int], tuple[StepTime, float]]
+
+
+def pipelined(
+    works: Sequence[ModelWork], hardware: Hardware, batch: int, tokens: int, time_of_group: GroupTime
+) -> tuple[StepTime, float]:
+    """Compute the time of a batch that passes through the stages of a pipeline, in as many groups as there are stages.
+
+    A group takes the stages one after the other, and the x and h that they pass on take the link. The groups follow
+    one another at the pace of the slowest stage. The engine's own time counts once, with the first stage.
+
+    Args:
+        works: the work of each stage.
+        tokens: of each sequence; 0 if it decodes, so that the first group's next token follows the last group.
+        time_of_group: returns the parts and the seconds of so many sequences on one stage.
+
+    Returns:
+        The parts of the time of one group, and the seconds until all groups have passed once.
+    """
+    groups = min(len(works), batch)
+    rows = -(-batch // groups)
+    quiet = replace(hardware, step_s=0.0, sequence_s=0.0)
+    parts = [time_of_group(work, quiet if index else hardware, rows) for index, work in enumerate(works)]
+    total, seconds = StepTime(0.0, 0.0, 0.0, 0.0), sum(found for _, found in parts)
+    for part, _ in parts:
+        total = total.plus(part)
+    if len(works) > 1 and hardware.link_bytes_per_s:
+        passed = 2 * works[0].gather_width * FLOAT_BYTES * rows * max(1, tokens)
+        links = (len(works) - 1) * (passed / hardware.link_bytes_per_s + hardware.link_latency_s)
+        total, seconds = total.plus(StepTime(0.0, 0.0, links, 0.0)), seconds + links
+    slowest = max(found for _, found in parts)
+    return total, seconds + (groups - 1) * slowest if tokens else max(seconds, groups * slowest)
 
 
 def step_time(work: ModelWork, hardware: Hardware, step: UniformBatch) -> StepTime:

@@ -6,11 +6,10 @@ The model is split as engines split it: attention, feed-forward and vocabulary i
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly.memory import (
-    CachePlan,
     Ledger,
     ModelSizes,
     all_token_bytes,
@@ -23,13 +22,18 @@ from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.items import ELEMENT_BYTES
 from penstock.kernels.scheme import Scheme
 from penstock.ranks.sharding import Degrees, Share, find_degrees
+from penstock.ranks.stage import config_of, split_layers
 from penstock.spec.model_config import ModelConfig
 
 CONTEXT_UNIT = 64  # the largest context is rounded down to a multiple of this
 UNLIMITED = 2**62
 MIB = 2**20
 
-Sizes = Callable[[Scheme | None, Share | None], ModelSizes]
+
+class Sizes(Protocol):
+    """Counts the bytes of a model, or of a rank's part of it, or of a stage with some layers."""
+
+    def __call__(self, scheme: Scheme | None, share: Share | None, layers: range | None = None) -> ModelSizes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,8 @@ class Fitter:
         given = asked.parallel.num_ranks
         if given > 1:
             return self._split(asked)
-        *fewer, most = (degree for degree in self.possible if degree <= self.budget.count)
+        stages = asked.parallel.pipeline_parallel_size
+        *fewer, most = (degree for degree in self.possible if degree == 1 or degree * stages <= self.budget.count)
         for degree in fewer:
             config = asked if degree == 1 else self.resolve(degree)
             if self._weights_fit(config) and (fit := self._split(config)).fits:
@@ -153,16 +158,17 @@ class Fitter:
         """Check that a device has room for its weights. If not, nothing else has to be planned."""
         scheme, ranks = config.numerics.scheme, max(1, config.parallel.num_ranks)
         bits = scheme.weight_bits if scheme is not None else 8 * ELEMENT_BYTES[config.numerics.dtype]
-        at_least = 0 if self.formats else self.num_elements * bits // 8 // ranks
+        at_least = 0 if self.formats or len(self.stages(config)) > 1 else self.num_elements * bits // 8 // ranks
         if at_least + self.budget.runtime_bytes > self.budget.num_bytes:
             return False  # clear without counting layers
         degrees = find_degrees(config.parallel, self.model, together=self.together)
-        weights = self.ledger(Share(0, degrees)).sizes(config.numerics.scheme).weights
+        parts = [self.ledger(Share(0, degrees), layers) for layers in self.stages(config)]
+        weights = max(part.sizes(config.numerics.scheme).weights for part in parts)
         return weights + self.budget.runtime_bytes <= self.budget.num_bytes
 
     def token_bytes(self, fit: Fit) -> int:
         """Count the bytes of a token in the first device's cache, in all layers."""
-        model = self.ledger(Share(0, fit.degrees)).model
+        model = self.ledger(Share(0, fit.degrees), self.stages(fit.config)[0]).model
         return all_token_bytes(fit.config, model)
 
     def largest(self, config: EngineConfig, degrees: Degrees) -> list[Largest]:
@@ -176,7 +182,11 @@ class Fitter:
         return found
 
     def _largest_of(self, config: EngineConfig, degrees: Degrees, name: str) -> Largest:
-        ledger, budget = self.ledger(Share(0, degrees)), self.budget.num_bytes
+        parts, budget = (
+            [self.ledger(Share(0, degrees), layers) for layers in self.stages(config)],
+            self.budget.num_bytes,
+        )
+        ledger = max(parts, key=lambda part: part.needed_bytes(config))
         alone = _scheduled(config, max_num_seqs=1)
         low, high = 0, (MAX_CONTEXT if self.model.num_sink_tokens else self.model.context) // CONTEXT_UNIT
         while low < high:
@@ -188,11 +198,18 @@ class Fitter:
         weights = ledger.sizes(config.numerics.scheme).weights
         return Largest(name, config.cache.kv_cache_dtype, low * CONTEXT_UNIT, max(0, rest // one), weights)
 
-    def ledger(self, share: Share) -> Ledger:
+    def stages(self, config: EngineConfig) -> list[range | None]:
+        """List the layers of each stage of a pipeline; None stands for all layers."""
+        count = config.parallel.pipeline_parallel_size
+        return [None] if count == 1 else [*split_layers(self.model.num_hidden_layers, count)]
+
+    def ledger(self, share: Share, layers: range | None = None) -> Ledger:
+        """Make the ledger of a rank, or of a rank of the stage with these layers."""
         part = None if share.degrees.size == 1 else share
         model = self.model if part is None else part.config(self.model)
+        model = model if layers is None else config_of(model, layers)
         free = UNLIMITED if self.budget.free_bytes is None else self.budget.free_bytes
-        sizes, is_coded = (lambda scheme: self.sizes(scheme, part)), bool(self.formats)
+        sizes, is_coded = (lambda scheme: self.sizes(scheme, part, layers)), bool(self.formats)
         return Ledger(model, sizes, self.budget.runtime_bytes, free, is_coded=is_coded)
 
     def _split(self, config: EngineConfig) -> Fit:
@@ -200,10 +217,11 @@ class Fitter:
         degrees = find_degrees(config.parallel, self.model, together=self.together)
         if self.budget.free_bytes is None:
             config = replace(config, cache=replace(config.cache, memory=self.budget.num_bytes))
-        ledgers = [self.ledger(Share(rank, degrees)) for rank in range(degrees.size)]
+        stages, ranks = self.stages(config), range(degrees.size)
+        ledgers = [self.ledger(Share(rank, degrees), layers) for layers in stages for rank in ranks]
         whole = self.ledger(Share(0, Degrees()))
         try:
-            if self.budget.shared or degrees.size == 1:  # one engine plans for all its processes at once
+            if self.budget.shared or len(ledgers) == 1:  # one engine plans for all its processes at once
                 config, plan = whole.fit(config)
                 plans = [plan.cache]
             elif config.cache.kv_cache_memory_bytes is not None:  # for all parts together
@@ -216,8 +234,12 @@ class Fitter:
             if error.param not in ("memory", "kv_cache_memory_bytes"):
                 raise
             return self._refused(config, degrees, ledgers)
-        groups = _fewest(plans)
-        caches = [plan_given_cache(config, ledger.model, UNLIMITED, groups).num_bytes for ledger in ledgers]
+        found = [_groups_of(config, ledger.model) for ledger in ledgers]
+        groups = _fewest(_groups_of(config, self.model), [group for plan in plans for group in plan.groups])
+        caches = [
+            plan_given_cache(config, ledger.model, UNLIMITED, _fewest(own, groups)).num_bytes
+            for ledger, own in zip(ledgers, found, strict=True)
+        ]
         devices = self._of_ranks(config, ledgers, caches)
         if all(device.fits for device in devices):
             return Fit(config, degrees, devices, groups=tuple(groups))
@@ -225,9 +247,14 @@ class Fitter:
 
     def _of_ranks(self, config: EngineConfig, ledgers: list[Ledger], caches: list[int]) -> tuple[DevicePlan, ...]:
         budget = self.budget.num_bytes // (len(ledgers) if self.budget.shared else 1)
+        stages, size = len(self.stages(config)), len(ledgers) // len(self.stages(config))
+        names = [f"device {rank}" for rank in range(len(ledgers))]
+        if stages > 1:
+            of_rank = [f", rank {rank}" if size > 1 else "" for rank in range(size)]
+            names = [f"stage {stage + 1}{rank}" for stage in range(stages) for rank in of_rank]
         return tuple(
-            DevicePlan(f"device {rank}", ledger.entries(config) | {"cache": cache}, budget)
-            for rank, (ledger, cache) in enumerate(zip(ledgers, caches, strict=True))
+            DevicePlan(name, ledger.entries(config) | {"cache": cache}, budget)
+            for name, ledger, cache in zip(names, ledgers, caches, strict=True)
         )
 
     def _refused(self, config: EngineConfig, degrees: Degrees, ledgers: list[Ledger]) -> Fit:
@@ -251,12 +278,21 @@ class Fitter:
         return None if self.budget.free_bytes is not None else f"memory = {-(-total // MIB)}MiB"
 
 
-def _fewest(plans: list[CachePlan]) -> list[CacheGroup]:
-    """Give each cache group the fewest blocks that any rank planned: all ranks have room for these."""
+def _groups_of(config: EngineConfig, model: ModelConfig) -> list[CacheGroup]:
+    """List the cache groups of a model, or of a part of it, whatever their numbers of blocks."""
+    return plan_kv_cache(config, model, UNLIMITED, share=None).groups
+
+
+def _fewest(groups: list[CacheGroup], planned: list[CacheGroup]) -> list[CacheGroup]:
+    """Give each cache group the fewest blocks that any part planned for a group like it: all parts have room for
+    these. Groups of different stages are alike if they have the same window."""
     return [
-        replace(group, num_blocks=min(plan.groups[index].num_blocks for plan in plans))
-        for index, group in enumerate(plans[0].groups)
+        replace(group, num_blocks=min(one.num_blocks for one in planned if _is_like(one, group))) for group in groups
     ]
+
+
+def _is_like(one: CacheGroup, other: CacheGroup) -> bool:
+    return replace(one, layers=(), num_blocks=0) == replace(other, layers=(), num_blocks=0)
 
 
 def quantised(config: EngineConfig, name: str, cache: str | None = None) -> EngineConfig:

@@ -6,11 +6,13 @@ lower bounds; `penstock bench machine` measures the rates of this engine's own p
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from penstock import EngineConfig, InvalidRequestError
 from penstock.assembly.memory import all_token_bytes
 from penstock.ranks.sharding import Share
+from penstock.ranks.stage import config_of, split_layers
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner import costs
 from penstock_lab.planner.costs import ModelWork
@@ -77,18 +79,19 @@ class Forecaster:
                 if not 1 <= value <= limit:
                     option = "max_num_seqs" if name == "batch" else "max_model_len"
                     raise InvalidRequestError(f"{name}: {value} must be from 1 to {option} = {limit}", param=name)
-        work, chunk = self.work(fit), config.scheduler.max_num_batched_tokens or 1
+        works, chunk = self.works(fit), config.scheduler.max_num_batched_tokens or 1
         found = []
         for batch in load.batches:
             for prompt in load.prompt_lens:
-                steps, seconds = costs.prefill_time(work, hardware, batch, prompt, chunk)
+                prefill = partial(costs.prefill_time, prompt_len=prompt, max_num_batched_tokens=chunk)
+                steps, seconds = costs.pipelined(works, hardware, batch, prompt, prefill)
                 rate, parts = batch * prompt / seconds, asdict(steps)
                 found.append(Prediction(PREFILL, batch, prompt, prompt, seconds, rate, steps.bound, parts))
         for batch in load.batches:
             for context in load.contexts:
-                step = costs.decode_time(work, hardware, batch, context)
-                rate, parts = batch / step.seconds, asdict(step)
-                found.append(Prediction(DECODE, batch, 0, context, step.seconds, rate, step.bound, parts))
+                step, seconds = costs.pipelined(works, hardware, batch, 0, partial(_decode, context=context))
+                rate, parts = batch / seconds, asdict(step)
+                found.append(Prediction(DECODE, batch, 0, context, seconds, rate, step.bound, parts))
         return found
 
     def what_if(self, fit: Fit, load: Load) -> dict[str, list[Prediction]]:
@@ -100,14 +103,22 @@ class Forecaster:
         faster = replace(self, hardware=costs.twice_the_bandwidth(self.hardware))
         return found | {"twice the bandwidth": faster.predict(fit, decoding)}
 
-    def work(self, fit: Fit) -> ModelWork:
-        """Count the work of the first device in a step."""
+    def works(self, fit: Fit) -> list[ModelWork]:
+        """Count the work of the first device of each stage in a step."""
+        count = fit.config.parallel.pipeline_parallel_size
+        if count == 1:
+            return [self.work(fit)]
+        return [self.work(fit, layers) for layers in split_layers(self.model.num_hidden_layers, count)]
+
+    def work(self, fit: Fit, layers: range | None = None) -> ModelWork:
+        """Count the work of the first device in a step, or of the first of the stage with these layers."""
         config, share = fit.config, Share(0, fit.degrees)
-        own = self.model if fit.degrees.size == 1 else share.config(self.model)
-        sizes = self.sizes(config.numerics.scheme, None if fit.degrees.size == 1 else share)
+        whole = self.model if layers is None else config_of(self.model, layers)
+        own = whole if fit.degrees.size == 1 else share.config(whole)
+        sizes = self.sizes(config.numerics.scheme, None if fit.degrees.size == 1 else share, layers)
         token_bytes = all_token_bytes(config, own) // own.num_hidden_layers
         cache = token_bytes, config.cache.kv_cache_dtype, config.kv_cache_slices
-        return costs.model_work(self.model, sizes.products, cache, fit.degrees)
+        return costs.model_work(whole, sizes.products, cache, fit.degrees)
 
     def _changes(self, config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
         for name in () if self.formats else ("int8", "int4"):
@@ -116,6 +127,11 @@ class Forecaster:
         if config.cache.kv_cache_dtype != "int8":
             own = config.numerics.quantization or config.numerics.dtype
             yield "kv_cache_dtype = int8", quantised(config, own, "int8")
+
+
+def _decode(work: ModelWork, hardware: Hardware, batch: int, context: int) -> tuple[costs.StepTime, float]:
+    step = costs.decode_time(work, hardware, batch, context)
+    return step, step.seconds
 
 
 def as_json(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:

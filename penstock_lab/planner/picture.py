@@ -84,6 +84,8 @@ def about(result: dict[str, Any]) -> str:
     """State in one line whether the model fits."""
     parts, verdict = result["tensor_parallel_size"], "It fits" if result["fits"] else "It does not fit"
     split = f", split over {parts} devices" if parts > 1 else ""
+    stages = result["pipeline_parallel_size"]
+    split += f", in {stages} stages" if stages > 1 else ""
     change = f" With {result['smallest_change']} it would." if result["smallest_change"] else ""
     return f"{verdict}{split}, with max_model_len = {result['max_model_len']}.{change}"
 

@@ -21,6 +21,7 @@ from penstock.models.registry import FallbackVersion, find_model
 from penstock.ranks.build import RankPlace, check_codes
 from penstock.ranks.layers import Split
 from penstock.ranks.sharding import Share, cut_all, heads_are_together
+from penstock.ranks.stage import Stage
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.weights import packed
@@ -119,21 +120,26 @@ class PlannedModel:
         return read_parameters(self.model)
 
     @cached_property
-    def _found(self) -> dict[tuple[Scheme | None, Shapes], ModelSizes]:
+    def _found(self) -> dict[tuple[Scheme | None, Shapes, range | None], ModelSizes]:
         return {}
 
     @cached_property
     def _parts(self) -> dict[Share, tuple[Place, Shapes]]:
         return {}
 
-    def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
-        """Count the bytes of the model, or of a rank's part of it. Parts with equal shapes are counted once."""
+    def sizes(self, scheme: Scheme | None, share: Share | None, layers: range | None = None) -> ModelSizes:
+        """Count the bytes of the model, or of a rank's part of it, or of a stage with some layers. Parts with equal
+        shapes are counted once."""
         place, shapes = (ANYWHERE, ()) if share is None or share.degrees.size == 1 else self._part(share)
-        if (scheme, shapes) not in self._found:
+        key = scheme, shapes, layers
+        if key not in self._found:
+            if layers is not None:
+                split = place.split if isinstance(place, RankPlace) else None
+                place = RankPlace(split=split, stage=Stage(layers, self.model.num_hidden_layers))
             slices = self.config.numerics.activation_slices
             found = model_sizes(self.model, self.ops, self.head, self.stored, place, scheme=scheme, slices=slices)
-            self._found[scheme, shapes] = found
-        return self._found[scheme, shapes]
+            self._found[key] = found
+        return self._found[key]
 
     def _part(self, share: Share) -> tuple[Place, Shapes]:
         if share not in self._parts:
@@ -168,7 +174,6 @@ def _refuse_unplanned(config: EngineConfig) -> None:
     """Refuse options that use memory or time for which there is no plan."""
     asked = {
         "speculative_config": config.speculation.speculative_config is not None,
-        "pipeline_parallel_size": config.parallel.pipeline_parallel_size > 1,
         "sharding_config": config.parallel.sharding_config is not None,
         "load_format": config.numerics.load_format == "mock",
         "kv_offload_memory_bytes": config.cache.offload_option is not None,

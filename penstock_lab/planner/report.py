@@ -45,8 +45,8 @@ class Source(Protocol):
     def resolved(self, num_ranks: int = 0) -> EngineConfig:
         """Resolve the config for a number of ranks; 0: the number in the config."""
 
-    def sizes(self, scheme: Scheme | None, share: Share | None) -> ModelSizes:
-        """Count the bytes of the model, or of a rank's part of it."""
+    def sizes(self, scheme: Scheme | None, share: Share | None, layers: range | None = None) -> ModelSizes:
+        """Count the bytes of the model, or of a rank's part of it, or of a stage with some layers."""
 
     def layer_shapes(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
         """List the shapes of the first layer's parameters for "attention" and "mlp"."""
@@ -80,9 +80,10 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
         "predictions": [],
         "what_if": {},
         "tensor_parallel_size": fit.degrees.size,
+        "pipeline_parallel_size": fit.config.parallel.pipeline_parallel_size,
         "max_model_len": fit.config.scheduler.max_model_len,
         "entries": fit.devices[0].entries,
-        "weights": dict(source.sizes(fit.config.numerics.scheme, share).kinds),
+        "weights": dict(source.sizes(fit.config.numerics.scheme, share, fitter.stages(fit.config)[0]).kinds),
         "cache_bytes_per_token": fitter.token_bytes(fit),
         "largest": [asdict(item) for item in fitter.largest(fit.config, fit.degrees)],
     }

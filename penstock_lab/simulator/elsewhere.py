@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock import EngineConfig, InvalidRequestError
+from penstock import EngineConfig, InvalidRequestError, NotSupportedError
 from penstock.assembly import PlannedEngine
 from penstock.interface.step import SchedulerOutput
 from penstock_lab.planner.costs import Amounts, ModelWork, time_of
@@ -59,6 +59,9 @@ def plan_replica(config: EngineConfig, hardware: Hardware, budget: Budget) -> tu
         raise InvalidRequestError(
             f"hardware: {hardware.name} has no rates, so times cannot be predicted", param="hardware"
         )
+    if config.parallel.pipeline_parallel_size > 1:
+        text = "pipeline_parallel_size: the steps of a pipeline are not simulated on other hardware; leave it out"
+        raise NotSupportedError(text, param="pipeline_parallel_size")
     source = PlannedModel.read(config)
     fit = fitter_of(source, budget).fit()
     if not fit.fits:

@@ -29,7 +29,7 @@ def planned(**changes: Any) -> dict[str, Any]:
     return {
         "hardware": "mine", "devices": [device("device 0", GIB, 2 * GIB)], "fits": True, "smallest_change": None,
         "predictions": [{**step, "bound": "memory bandwidth", "parts": parts}], "what_if": {}, "largest": [],
-        "tensor_parallel_size": 1, "max_model_len": 64,
+        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "max_model_len": 64,
     } | changes  # fmt: skip
 
 

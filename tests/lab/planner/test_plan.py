@@ -14,14 +14,18 @@ from penstock.assembly import build_engine
 from penstock.cli.main import main
 from penstock.layers.module import named_modules
 from penstock.layers.weights import WeightLayer
+from penstock.ranks.build import RankPlan, make_runner
 from penstock.ranks.sharding import Degrees
+from penstock.ranks.stage import Stage, split_layers
+from penstock.runner.model_runner import RecordedModel
+from penstock.weights.loader import make_ops
 from penstock_lab.planner import costs
 from penstock_lab.planner.costs import ModelWork, Products, UniformBatch, decode_time, prefill_time, step_time
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.forecast import Load
 from penstock_lab.planner.machines import Hardware, load_hardware, names
 from penstock_lab.planner.planned import PlannedModel
-from penstock_lab.planner.report import Question, answer
+from penstock_lab.planner.report import Question, answer, fitter_of
 from tests.kernels.packed import levels
 
 GIB = 2**30
@@ -43,6 +47,11 @@ FALCON = {
 SEVEN_BILLION = LLAMA | {
     "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+GEMMA = LLAMA | {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32, "hidden_act": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
 FAMILIES = {"llama": LLAMA, "mixtral": MIXTRAL, "falcon": FALCON}
 FORMS = {
@@ -95,6 +104,33 @@ def test_the_parts_of_all_ranks_are_the_whole(tmp_path: Path) -> None:
     assert sum(device["cache_bytes"] for device in parts["devices"]) == whole["devices"][0]["cache_bytes"]
     values = sum(parts["weights"][kind] for kind in ("bfloat16",)) * 2
     assert values == whole["weights"]["bfloat16"]
+
+
+@needs_library
+@pytest.mark.covers("M19")
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma 2"])
+def test_a_stage_of_a_pipeline_is_what_its_process_allocates(family: str, tmp_path: Path) -> None:
+    """Guards against a stage that is counted with the embedding or the head of another one, or with too many layers;
+    tied weights are in the first stage and in the last."""
+    config = FAMILIES.get(family, GEMMA) | {"tie_word_embeddings": True}
+    directory, stages = written(tmp_path, config), 2
+    options: dict[str, Any] = {"threads": 1, "max_num_seqs": 3, "pipeline_parallel_size": stages}
+    result = asked(directory, Budget(GIB, 0, count=stages), **options)
+    assert result["fits"]
+    assert [device["name"] for device in result["devices"]] == ["stage 1", "stage 2"]
+    planned = PlannedModel.read(EngineConfig.from_options(model=directory, load_format="dummy", **options))
+    fit = fitter_of(planned, Budget(GIB, 0, count=stages)).fit()
+    plan = RankPlan(fit.config, planned.model, Path(directory), fit.groups, Degrees())
+    for device, layers in zip(result["devices"], split_layers(3, stages), strict=True):
+        ops = make_ops(fit.config, planned.model)
+        runner = make_runner(plan, ops, 0, None, None, Stage(layers, 3))
+        assert device["cache_bytes"] == runner.cache_bytes
+        model = runner.model._model if isinstance(runner.model, RecordedModel) else runner.model
+        own = [layer for _, layer in named_modules(model) if isinstance(layer, WeightLayer)]
+        allocated = {id(tensor): tensor.nbytes for layer in own for tensor in layer.state().values()}
+        assert device["weights_bytes"] == sum(allocated.values())
+    of_ranks = asked(directory, Budget(GIB, 0, count=4), **options, tensor_parallel_size=2)
+    assert [item["name"] for item in of_ranks["devices"]] == [f"stage {s}, rank {r}" for s in (1, 2) for r in (0, 1)]
 
 
 @needs_library
@@ -151,7 +187,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "measure it with `penstock bench machine`" in capsys.readouterr().err
     assert main(["plan", directory, "--hardware", "h100-sxm", "--context", "257"]) == 2
     assert "--context: 257 must be from 1 to max_model_len = 256" in capsys.readouterr().err
-    assert main(["plan", directory, "--pipeline-parallel-size", "2"]) == 2
+    assert main(["plan", directory, "--pipeline-parallel-size", "2", "--hardware", "tpu-v5e-8"]) == 0
+    assert "in 2 stages: it fits" in capsys.readouterr().out.replace("\n", "")
+    assert main(["plan", directory, "--pipeline-parallel-size", "3", "--devices", "2x1GiB"]) == 2
+    assert "devices: 2 are too few for a model that is split over 3" in capsys.readouterr().err.replace("--", "")
     assert main(["plan", directory, "--hardware", "ascend-910b"]) == 0
     assert "attention operator: 160896 of 196608 bytes" in capsys.readouterr().out
 
@@ -196,6 +235,29 @@ def test_a_step_by_hand() -> None:
     )
     faster = costs.twice_the_bandwidth(MACHINE)
     assert step_time(WORK, faster, UniformBatch(3, 1, 9)).read == pytest.approx(found.read / 2)
+
+
+@pytest.mark.covers("M20", "M21")
+def test_a_pipeline_by_hand() -> None:
+    """Guards against stages that compute at the same time for the same rows, against groups that follow one another
+    faster than the slowest stage, and against x and h, or the engine's own time, that count too often or not at all."""
+    works = [replace(WORK, gather_width=5), replace(WORK, gather_width=5, head=Products({"bfloat16": 150}, {}))]
+    quiet = replace(MACHINE, step_s=0.0, sequence_s=0.0)
+
+    def group(work: ModelWork, hardware: Hardware, rows: int) -> tuple[costs.StepTime, float]:
+        step = decode_time(work, hardware, rows, 10)
+        return step, step.seconds
+
+    one, two = decode_time(works[0], MACHINE, 2, 10).seconds, decode_time(works[1], quiet, 2, 10).seconds
+    link = 2 * 5 * 4 * 2 / 10 + 0.5
+    parts, seconds = costs.pipelined(works, MACHINE, 4, 0, group)
+    assert seconds == pytest.approx(max(one + two + link, 2 * max(one, two)))
+    assert (parts.exchange, parts.host) == (link, 0.25 + 2 * 0.125)
+    _, prompts = costs.pipelined(works, MACHINE, 4, 3, group)
+    assert prompts == pytest.approx(one + two + 3 * (link - 0.5) + 0.5 + max(one, two))
+    _, alone = costs.pipelined(works, MACHINE, 1, 0, group)
+    assert alone == pytest.approx(sum(group(w, m, 1)[1] for w, m in zip(works, (MACHINE, quiet), strict=True)) + 4.5)
+    assert costs.pipelined(works[:1], MACHINE, 4, 0, group)[1] == decode_time(works[0], MACHINE, 4, 10).seconds
 
 
 def test_products_of_few_rows_and_attention_have_rates_of_their_own() -> None:
