@@ -38,12 +38,12 @@ from penstock.kernels.attention.items import GRANULE
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache
 from penstock.kernels.ops import Ops, Packing, RowSource, SplittingOps, TensorRows
 from penstock.kernels.reference.attention import Scoring, finish
-from penstock.kernels.tensors import as_array, as_torch
+from penstock.kernels.tensors import as_array, as_torch, tree_sum
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import ForwardContext
 from penstock.layers.weights import ActivatedLinear, Linear, cut_rows, whole
 from penstock.models.falcon.model import FalconForCausalLM
-from penstock.ranks.layers import RankFactory, row_magnitudes, tree_sum
+from penstock.ranks.layers import RankFactory, row_magnitudes
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.chips.parts import Part, parts_of
 from penstock_lab.conventions.tiled_attention import attend_parts
@@ -113,9 +113,9 @@ class NativeOperator:
         keys, values = (x.permute(1, 2, 0, 3)[seen].contiguous() for x in (k_old, v_old))  # packed: [N, G, D]
         self._ops.store_kv(cache, keys, values, slots)
         planned = self._ops.plan(meta, Heads(q.shape[2], groups, self._dim), cache)
-        new = [x[:, :, 0].transpose(0, 1).contiguous() for x in (k_new, v_new)]
-        mixed = self._ops.attend(q[0].contiguous(), *new, cache, planned, params)
-        return as_torch(mixed).view(q.shape)
+        key, value = (x[:, :, 0].transpose(0, 1).contiguous() for x in (k_new, v_new))
+        mixed: Tensor = as_torch(self._ops.attend(q[0].contiguous(), key, value, cache, planned, params))
+        return mixed.view(q.shape)
 
     def _plan(self, seen: Tensor, users: int) -> tuple[Tensor, AttentionMetadata]:
         """Find where the seen slots are stored, and describe the step; layers of a step share both."""
@@ -180,7 +180,7 @@ class ListSum(Linear):
         self.packed, self.scales = tuple(packed for packed, _ in found), as_torch(found[0][1])
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.out(x.shape[0])
+        out: Tensor = self.out(x.shape[0])
         products = [
             as_array(self.ops.linear(x[:, slice(*part.depth)].contiguous(), packed))
             for part, packed in zip(self.parts, self.packed, strict=True)
@@ -188,7 +188,9 @@ class ListSum(Linear):
         tree_sum(products, as_array(out))
         if self.scales is not None:
             out *= self.scales
-        return out if self.bias is None else out.add_(self.bias)
+        if self.bias is not None:
+            out += self.bias
+        return out
 
 
 # --- the graph -------------------------------------------------------------------------------------------------------
@@ -357,14 +359,14 @@ class RWForCausalLM(FalconForCausalLM):
             raise fail("fracture_mlp", fracture_mlp, f"one of {', '.join(map(str, FRACTURES))}")
         self.cfg, self.ops, self.num_slots = cfg, make.ops, make.max_positions or cfg.context
         operator = NativeOperator(make.ops, cfg.head_dim, self.num_slots)
-        for index, block in enumerate(self.transformer.h):
+        for index, block in enumerate(self.decoder.h):
             at = make.at(f"transformer.h.{index}")
             if not fuse:
                 _make_lists(block.self_attention, at, cfg, parts)
             if fracture_mlp > 1:
                 _fracture(block.mlp, at, fracture_mlp)
         self._blocks = SequentialCaller(
-            [DecoderLayer(block, cfg, operator, parts, fuse=fuse) for block in self.transformer.h]
+            [DecoderLayer(block, cfg, operator, parts, fuse=fuse) for block in self.decoder.h]
         )
 
     def init_kv_cache(self, device: str = "cpu") -> list[Tensor]:
@@ -398,7 +400,7 @@ class RWForCausalLM(FalconForCausalLM):
         """
         started = time.perf_counter()
         self._check(input_ids, position_ids, attention_mask, kv_mask_id, past_key_values)
-        transformer, users = self.transformer, input_ids.shape[1]
+        transformer, users = self.decoder, input_ids.shape[1]
         empty = kv_mask_id < 0
         if inputs_embeds is None:
             inputs_embeds = transformer.word_embeddings(input_ids[0])[None]
@@ -413,26 +415,26 @@ class RWForCausalLM(FalconForCausalLM):
 
     def _rotary_emb(self, position_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Look up cos and sin [1, 1, 32, D] of each row's position."""
-        rotary = self.transformer.h[0].self_attention.rotary
+        rotary = self.decoder.h[0].self_attention.rotary
         if rotary is None:
             return None, None
         cos, sin = rotary.cos_sin[position_ids].chunk(2, dim=-1)
         return torch.cat([cos, cos], dim=-1)[None], torch.cat([sin, sin], dim=-1)[None]
 
     def _check(self, input_ids: Tensor, position_ids: Tensor, mask: Tensor, kv_mask_id: Tensor, past: Any) -> None:
-        row, whole_number = (1, USER_ROWS), torch.int64
+        row, whole_number = [1, USER_ROWS], torch.int64
         for name, given, shape, dtype in (
             ("input_ids", input_ids, row, whole_number),
             ("position_ids", position_ids, row, whole_number),
             ("kv_mask_id", kv_mask_id, row, whole_number),
-            ("attention_mask", mask, (*row, self.num_slots), torch.bool),
+            ("attention_mask", mask, [*row, self.num_slots], torch.bool),
         ):
-            if (tuple(given.shape), given.dtype) != (shape, dtype):
-                raise fail(name, f"{list(given.shape)} {given.dtype}", f"{list(shape)} {dtype}")
+            if ([*given.shape], given.dtype) != (shape, dtype):
+                raise fail(name, f"{[*given.shape]} {given.dtype}", f"{shape} {dtype}")
         count = 2 * self.cfg.num_key_value_heads * self.cfg.num_hidden_layers
-        shape = (*row, self.num_slots, self.cfg.head_dim)
-        if len(past) != count or any(tuple(x.shape) != shape for x in past):
-            raise fail("past_key_values", f"{len(past)} tensors", f"{count} tensors {list(shape)}")
+        shape = [*row, self.num_slots, self.cfg.head_dim]
+        if len(past) != count or any([*x.shape] != shape for x in past):
+            raise fail("past_key_values", f"{len(past)} tensors", f"{count} tensors {shape}")
 
     # --- as a model of the engine ------------------------------------------------------------------------------------
 
@@ -459,7 +461,7 @@ class RWForCausalLM(FalconForCausalLM):
         past = self._read(ctx, row, place, slots)
         for step in range(max(end - begin for begin, end, _ in rows)):
             inputs, active = self._inputs(input_ids, rows, cached, step)
-            output = self.main_forward_part(**inputs, past_key_values=past, on_device_lm_head=False)
+            output = self.main_forward_part(on_device_lm_head=False, past_key_values=past, **inputs)  # type: ignore[arg-type]
             tokens = [begin + step for begin, end, _ in rows if begin + step < end]
             hidden[tokens] = output.last_hidden_state[active]
             kept = active[..., None, None]  # the rows of others are NaN now
@@ -470,8 +472,8 @@ class RWForCausalLM(FalconForCausalLM):
         new = torch.as_tensor(meta.slot_mapping)[rows[0][0] : rows[-1][1]]
         groups = self.cfg.num_key_value_heads
         for layer in range(self.cfg.num_hidden_layers):
-            tokens = [x[0, row, place] for x in past[2 * groups * layer : 2 * groups * (layer + 1)]]
-            keys, values = (torch.stack(part, dim=1) for part in (tokens[:groups], tokens[groups:]))
+            stored = [x[0, row, place] for x in past[2 * groups * layer : 2 * groups * (layer + 1)]]
+            keys, values = (torch.stack(part, dim=1) for part in (stored[:groups], stored[groups:]))
             self.ops.store_kv(ctx.layer(layer)[0], keys, values, new)
 
     def _read(self, ctx: ForwardContext, row: Tensor, place: Tensor, slots: Tensor) -> list[Tensor]:
