@@ -47,6 +47,7 @@ MAX_DRAFTS, MAX_NGRAM = 32, 64  # drafts of a request in a step; tokens that are
 DTYPES = ("auto", "bfloat16", "float32")
 ACTIVATION_DTYPES = ("auto", "int8", "int8-x2", "int8-x3")
 CODED_ACTIVATIONS = "int8-x2"  # closer to exact activations than bfloat16
+HALF_GROUPS = 16  # ranks that share 8 key/value heads: two of them have a head, each with half of its query heads
 DEGREES = (1, 2, 4, 8)  # numbers of parts into which ranks split a model: the divisors of the leaves of a sum
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8")
 SCHEDULING_POLICIES = ("fcfs", "priority", "length_classes", "fair", "deadline")
@@ -233,7 +234,7 @@ class ParallelConfig:
     tensor_parallel_size: int = option(1, DEGREES, "processes that share each layer")
     attention_parallel_size: int | None = option(
         None,
-        (None, *DEGREES),
+        (None, *DEGREES, HALF_GROUPS),
         "parts of attention (default: tensor-parallel-size, or fewer if there are fewer key/value heads)",
     )
     mlp_parallel_size: int | None = option(
@@ -275,6 +276,11 @@ class ParallelConfig:
         """The number of processes that share each layer."""
         sizes = self.tensor_parallel_size, self.attention_parallel_size or 1, self.mlp_parallel_size or 1
         return max(*sizes, self.expert_parallel_size)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks may gather the inputs and results of products, into new memory."""
+        return self.sharding_config is not None or self.attention_parallel_size == HALF_GROUPS
 
     @property
     def is_on_ray(self) -> bool:

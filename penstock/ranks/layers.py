@@ -375,9 +375,8 @@ class RankFactory(LayerFactory):
         return LayerFactory.heads(self, self.split.share.config(cfg))
 
     def own_heads(self, values: Array, cfg: ModelConfig) -> Array:
-        first, last = self.split.share.attention.bounds(cfg.num_key_value_heads)
-        group = cfg.num_attention_heads // cfg.num_key_value_heads
-        return values[first * group : last * group]
+        first, last = self.split.share.queries(cfg.num_attention_heads, cfg.num_key_value_heads)
+        return values[first:last]
 
     def num_experts(self, cfg: ModelConfig) -> int:
         first, last = self.split.share.experts.even_bounds(cfg.num_experts)

@@ -28,11 +28,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.config import DEGREES
+from penstock.config import DEGREES, HALF_GROUPS
 from penstock.errors import ExecutorLostError
 from penstock.kernels.tensors import UINT8, Array
 from penstock.ranks.launcher import HERE, HostLauncher, Launcher
 
+BLOCKS = (*DEGREES, HALF_GROUPS)  # sizes of the blocks of ranks that exchange arrays
 SPIN_S = 5e-4  # ranks compute equal parts and arrive at nearly the same time; sleeping and waking takes longer
 TIMEOUT_S = 60  # a live rank answers within the time of one product
 PAGE = 4096
@@ -86,9 +87,9 @@ class SharedMemoryLinks(_Sockets):
         """Map the shared memory. memory: its descriptor. buffer_bytes: of each buffer."""
         super().__init__(rank, peers)
         self.buffer_bytes = buffer_bytes
-        size = (len(peers) + 1) * len(DEGREES) * 2 * buffer_bytes
+        size = (len(peers) + 1) * len(BLOCKS) * 2 * buffer_bytes
         self._memory = np.frombuffer(mmap.mmap(memory, size), dtype=UINT8)
-        self._parity = dict.fromkeys(DEGREES, 0)  # by degree: which of the two buffers was written last
+        self._parity = dict.fromkeys(BLOCKS, 0)  # by degree: which of the two buffers was written last
         for sock in peers.values():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_S, 0))
 
@@ -116,7 +117,7 @@ class SharedMemoryLinks(_Sockets):
         return found
 
     def _buffer(self, rank: int, degree: int, parity: int) -> Array:
-        start = ((rank * len(DEGREES) + DEGREES.index(degree)) * 2 + parity) * self.buffer_bytes
+        start = ((rank * len(BLOCKS) + BLOCKS.index(degree)) * 2 + parity) * self.buffer_bytes
         return self._memory[start : start + self.buffer_bytes]
 
     def _notify(self, rank: int, tag: bytes) -> None:
@@ -156,7 +157,7 @@ class SocketLinks(_Sockets):
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
         super().__init__(rank, peers)
-        self._counts = dict.fromkeys(DEGREES, 0)  # gathers so far modulo 256, by degree
+        self._counts = dict.fromkeys(BLOCKS, 0)  # gathers so far modulo 256, by degree
         for sock in peers.values():
             sock.setblocking(False)
 
@@ -241,7 +242,7 @@ class Mesh:
                 self._ends[one][other], self._ends[other][one] = launcher.connect(first + one, first + other)
             if launcher.shares_memory:
                 self._memory = io.FileIO(os.memfd_create("penstock-ranks"), "r+")  # a page is allocated when written to
-                self._memory.truncate(size * len(DEGREES) * 2 * self.buffer_bytes)
+                self._memory.truncate(size * len(BLOCKS) * 2 * self.buffer_bytes)
         except BaseException:
             self.close()
             raise

@@ -9,6 +9,7 @@ upper levels of the tree in which one process adds the leaves. That gives every 
 
 Attention, feed-forward, vocabulary and experts may be split into different numbers of parts (degrees). Ranks whose
 numbers are equal modulo a degree hold the same part, so each block of `degree` neighbouring ranks holds all parts.
+Attention may have 16 parts, if a model has 8 key/value heads: two ranks hold each, and half of its query heads each.
 
 A branch of a block consists of a product that begins it (the table splits its rows), an operation in between that each
 rank can do for a part of the features (heads or neurons), and a product that ends it (the table splits its depth).
@@ -32,7 +33,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Literal
 
-from penstock.config import DEGREES, ParallelConfig
+from penstock.config import DEGREES, HALF_GROUPS, ParallelConfig
 from penstock.errors import fail
 from penstock.spec.model_config import LayerHeads, ModelConfig
 from penstock.spec.param_table import Parameter, leaf_bounds
@@ -111,7 +112,18 @@ class Share:
 
     @property
     def attention(self) -> Part:
+        """The part of the key/value heads."""
+        if self.degrees.attention == HALF_GROUPS:
+            return Part(self.rank % HALF_GROUPS // 2, HALF_GROUPS // 2)
         return Part(self.rank % self.degrees.attention, self.degrees.attention)
+
+    def queries(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """Find the rank's first and past-the-last query head."""
+        first, last = (bound * (heads // kv_heads) for bound in self.attention.bounds(kv_heads))
+        if self.degrees.attention != HALF_GROUPS:
+            return first, last
+        half = (last - first) // 2
+        return first + self.rank % 2 * half, first + (self.rank % 2 + 1) * half
 
     @property
     def mlp(self) -> Part:
@@ -144,8 +156,8 @@ class Share:
 
         def own(heads: LayerHeads) -> LayerHeads:
             first, last = self.attention.bounds(heads.num_key_value_heads)
-            group = heads.num_attention_heads // heads.num_key_value_heads
-            return LayerHeads((last - first) * group, last - first, heads.head_dim)
+            begin, end = self.queries(heads.num_attention_heads, heads.num_key_value_heads)
+            return LayerHeads(end - begin, last - first, heads.head_dim)
 
         common = LayerHeads(whole.num_attention_heads, whole.num_key_value_heads, whole.head_dim)
         return replace(whole, layer_heads=tuple(map(own, whole.layer_heads)), **own(common)._asdict())
@@ -190,6 +202,11 @@ def find_degrees(parallel: ParallelConfig, model: ModelConfig, *, together: bool
     possible, attention = divisible_heads(model, together=together), parallel.attention_parallel_size
     if attention is None:
         attention = max(item for item in possible if item <= tensor)
+    elif attention == HALF_GROUPS:
+        if together or not _has_half_groups(model):
+            raise fail(
+                "attention_parallel_size", attention, "at most 8, unless 8 key/value heads have 2 queries or more"
+            )
     elif attention not in possible:
         why = "norms over all of its heads" if together else f"{model.num_key_value_heads} key/value heads"
         nearest = max(item for item in possible if item <= attention)
@@ -207,6 +224,12 @@ def find_degrees(parallel: ParallelConfig, model: ModelConfig, *, together: bool
         if degree > 1 and length < LEAVES:
             raise fail(name, degree, f"1: the dimension that it splits has only {length} elements")
     return Degrees(size, attention, mlp, tensor, experts, min(mlp, size // experts) if model.num_experts else 1)
+
+
+def _has_half_groups(model: ModelConfig) -> bool:
+    """Tell whether 16 ranks can share attention."""
+    counts = [(model.num_attention_heads, model.num_key_value_heads), *(heads[:2] for heads in model.layer_heads)]
+    return all(2 * kv_heads == HALF_GROUPS and heads % HALF_GROUPS == 0 for heads, kv_heads in counts)
 
 
 Ranges = tuple[tuple[int, int], ...]  # [first, past-the-last) of each range
@@ -277,7 +300,9 @@ def cut_all(parameters: Mapping[str, Parameter], share: Share, config: ModelConf
         cut, weight = _by_table(whole, share.part_of(whole)), whole
         if found is None:
             weight = parameters.get(whole.name.removesuffix(".bias") + ".weight", whole)
-        if share.degrees.forms is None and weight.is_gathered:
+        if share.degrees.attention == HALF_GROUPS and weight.unit is not None:
+            cut = _half_group(whole, weight, share)
+        elif share.degrees.forms is None and weight.is_gathered:
             cut = _rows(whole, Part(share.rank % share.degrees.size, share.degrees.size))
         elif share.degrees.forms is not None and found is None and len(weight.shape) > 1:
             # a vector follows the heads of its layer, if it has an element for each of them
@@ -355,6 +380,27 @@ def _rows(whole: Parameter, every: Part) -> Cut:
     return replace(
         _cut(whole, every, 0, sizes, sizes[0]), wiring=Wiring(gathers_result=_borders(sizes[0], every.degree))
     )
+
+
+def _half_group(whole: Parameter, weight: Parameter, share: Share) -> Cut:
+    """Cut the part of a parameter of attention that one of 16 ranks has. weight: the parameter itself, or that of this
+    bias. No rank has whole leaves of the product that ends attention, so its rows are cut, and all gather its input."""
+    if weight.leaves > 1:
+        index, rows = share.rank % HALF_GROUPS, whole.shape[0]
+        borders, inputs = (
+            tuple(place * length // HALF_GROUPS for place in range(HALF_GROUPS + 1))
+            for length in (rows, weight.shape[-1])
+        )
+        ranges = ((borders[index], borders[index + 1]),)
+        wiring = Wiring(gathers_input=inputs, gathers_result=borders)
+        own = replace(whole, shape=(ranges[0][1] - ranges[0][0], *whole.shape[1:]), ends=None)
+        return Cut(own, whole, Part(index, HALF_GROUPS), ranges, 0, (rows,), rows, wiring)
+    cut = _by_table(whole, share.attention)
+    (first, last), *others = cut.ranges
+    half = (last - first) // 2
+    begin = first + share.rank % 2 * half
+    own = replace(cut.own, shape=(cut.own.shape[0] - half, *cut.own.shape[1:]))
+    return replace(cut, own=own, ranges=((begin, begin + half), *others))
 
 
 def _by_table(whole: Parameter, part: Part) -> Cut:

@@ -159,10 +159,10 @@ class RankRunner(ModelRunner):
 
     def may_record(self, config: EngineConfig, model_config: ModelConfig) -> bool:
         """Forbid recording where passes over the same number of tokens differ: where ranks share experts, the calls
-        depend on the tokens, and a sharding map, or the table of a class of Transformers, may put results in new
-        memory."""
+        depend on the tokens, and a sharding map, halves of groups, or the table of a class of Transformers, may put
+        results in new memory."""
         is_split = config.parallel.num_ranks > 1
-        moves = config.parallel.sharding_config is not None or getattr(self.model, "repeats_torch", False)
+        moves = config.parallel.gathers or getattr(self.model, "repeats_torch", False)
         differs = is_split and (model_config.num_experts or moves)
         return not differs and ModelRunner.may_record(self, config, model_config)
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from penstock import EngineConfig, InvalidRequestError, SamplingParams
 from penstock.assembly import build_engine
-from penstock.config import DEGREES
 from penstock.errors import ExecutorLostError
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.step import TokenLogprobs
@@ -28,6 +27,7 @@ from penstock.models.config_json import load_model_config
 from penstock.ranks.build import RankPlan, RanksExecutor, StartRanks, make_runner, open_pipeline, start_ranks
 from penstock.ranks.group import Group, ParallelExecutor, StepOrder
 from penstock.ranks.launcher import HostLauncher, Launcher
+from penstock.ranks.links import BLOCKS
 from penstock.ranks.pipeline import Channel
 from penstock.ranks.process import serve
 from penstock.ranks.sharding import general, is_beginning, module_of
@@ -97,9 +97,9 @@ class LocalGroup(Group):
     """A Group with a thread for each rank except the leader."""
 
     def __init__(self, size: int) -> None:
-        self.arrays: dict[int, dict[int, Array]] = {degree: {} for degree in DEGREES}
+        self.arrays: dict[int, dict[int, Array]] = {degree: {} for degree in BLOCKS}
         self.barriers = {
-            (degree, first): threading.Barrier(degree) for degree in DEGREES for first in range(0, size, degree)
+            (degree, first): threading.Barrier(degree) for degree in BLOCKS for first in range(0, size, degree)
         }
         self.ranks = [LocalLinks(rank, self) for rank in range(size)]
         self._inboxes: list[queue.SimpleQueue[StepOrder | None]] = []

@@ -25,7 +25,9 @@ from penstock.config import EngineConfig
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface import entry_points
 from penstock.interface.messages import EngineRequest
+from penstock.models.config_json import load_model_config
 from penstock.ranks import build, links
+from penstock.ranks.build import degrees_of
 from penstock.ranks.group import Group
 from penstock.ranks.launcher import HostLauncher, open_launcher
 from penstock.ranks.layers import SplitHead
@@ -76,6 +78,21 @@ def test_every_split_has_the_bits_of_one_process(models: dict[str, str], name: s
     """Guards against a sum in another order, a rounding too early, and ranks that disagree. `penstock prove --only
     parallel` draws from all splits."""
     assert differs(models[name], options, as_processes=False) is None
+
+
+@pytest.mark.covers("F29")
+@pytest.mark.parametrize(
+    "fields", [{"num_attention_heads": 16}, {"num_attention_heads": 32, "bias": True, "alibi": True}]
+)
+def test_sixteen_ranks_share_attention(models: dict[str, str], fields: dict[str, Any], tmp_path: Path) -> None:
+    """Guards against half a group that has another half's queries, slopes, or rows of the product after it: attention
+    over 16 ranks, two to a key/value head, and the feed-forward branch over 8, with the bits of one process."""
+    config = json.loads((Path(models["Falcon"]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_kv_heads": 8, "hidden_size": 128} | fields))
+    base = BASE | {"model": str(tmp_path), "dtype": "float32"}
+    split = EngineConfig.from_options(**base, attention_parallel_size=16, tensor_parallel_size=8)
+    assert degrees_of(split.resolve(load_model_config(tmp_path)), load_model_config(tmp_path)) == Degrees(16, 16, 8, 8)
+    assert answers(split, start_threads) == answers(EngineConfig.from_options(**base))
 
 
 @pytest.mark.covers("F24")

@@ -127,8 +127,9 @@ def test_parts_of_a_sum_are_whole_leaves() -> None:
     ("name", "options", "message"),
     [
         ("Llama", {"attention_parallel_size": 4}, r"attention_parallel_size: 4 .* at most 2: .* 2 key/value heads"),
+        ("Falcon", {"attention_parallel_size": 16}, r"attention_parallel_size: 16 .* at most 8, unless each of 8"),
         ("Llama", {"expert_parallel_size": 2}, r"expert_parallel_size: 2 .* 1: this model has no experts"),
-        ("Mixtral", {"tensor_parallel_size": 8, "lm_head_pieces": 99}, r"lm_head_pieces: 99 .* 1 to"),
+        ("Mixtral", {"tensor_parallel_size": 8, "lm_head_pieces": 999}, r"lm_head_pieces: 999 .* 512"),
         ("Qwen3-MoE", {"expert_parallel_size": 8}, r"expert_parallel_size: 8 .* at most 4: the model has 6 experts"),
         ("Llama", {"tensor_parallel_size": 2, "cpu_affinity": "0"}, r"cpu_affinity: '0' .* auto or none"),
         ("Llama", {"tensor_parallel_size": 2, "kernels": "reference"}, r"kernels: .reference. .* cpu if several"),
