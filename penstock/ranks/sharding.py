@@ -204,9 +204,8 @@ def find_degrees(parallel: ParallelConfig, model: ModelConfig, *, together: bool
         attention = max(item for item in possible if item <= tensor)
     elif attention == HALF_GROUPS:
         if together or not _has_half_groups(model):
-            raise fail(
-                "attention_parallel_size", attention, "at most 8, unless 8 key/value heads have 2 queries or more"
-            )
+            allowed = "at most 8, unless each of 8 key/value heads has an even number of query heads"
+            raise fail("attention_parallel_size", attention, allowed)
     elif attention not in possible:
         why = "norms over all of its heads" if together else f"{model.num_key_value_heads} key/value heads"
         nearest = max(item for item in possible if item <= attention)

@@ -461,7 +461,7 @@ class RWForCausalLM(FalconForCausalLM):
         past = self._read(ctx, row, place, slots)
         for step in range(max(end - begin for begin, end, _ in rows)):
             inputs, active = self._inputs(input_ids, rows, cached, step)
-            output = self.main_forward_part(on_device_lm_head=False, past_key_values=past, **inputs)  # type: ignore[arg-type]
+            output = self.main_forward_part(**inputs, past_key_values=past, on_device_lm_head=False)
             tokens = [begin + step for begin, end, _ in rows if begin + step < end]
             hidden[tokens] = output.last_hidden_state[active]
             kept = active[..., None, None]  # the rows of others are NaN now
@@ -489,7 +489,7 @@ class RWForCausalLM(FalconForCausalLM):
 
     def _inputs(
         self, input_ids: Tensor, rows: list[tuple[int, int, int]], cached: list[int], step: int
-    ) -> tuple[dict[str, Tensor], Tensor]:
+    ) -> tuple[dict[str, Any], Tensor]:
         """Make the inputs of one step, and say which rows are in use, [1, 32] bool."""
         active = torch.zeros(1, USER_ROWS, dtype=torch.bool)
         ids, positions = (torch.zeros(1, USER_ROWS, dtype=torch.int64) for _ in range(2))
@@ -499,7 +499,7 @@ class RWForCausalLM(FalconForCausalLM):
         return static_inputs(ids, positions, active, self.num_slots), active
 
 
-def static_inputs(input_ids: Tensor, position_ids: Tensor, active: Tensor, slots: int) -> dict[str, Tensor]:
+def static_inputs(input_ids: Tensor, position_ids: Tensor, active: Tensor, slots: int) -> dict[str, Any]:
     """Make the inputs of a step of rows [1, 32] that store their tokens at the slots of their positions."""
     return {
         "input_ids": input_ids,
