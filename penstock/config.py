@@ -278,11 +278,6 @@ class ParallelConfig:
         return max(*sizes, self.expert_parallel_size)
 
     @property
-    def gathers(self) -> bool:
-        """Whether ranks may gather the inputs and results of products, into new memory."""
-        return self.sharding_config is not None or self.attention_parallel_size == HALF_GROUPS
-
-    @property
     def is_on_ray(self) -> bool:
         return self.distributed_executor_backend == "ray"
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from penstock.config import EngineConfig
+from penstock.config import HALF_GROUPS, EngineConfig
 from penstock.errors import NotSupportedError
 from penstock.interface.step import SchedulerOutput
 from penstock.kernels.tensors import LOGITS_ROWS, Array, Slot, Tensor, as_array
@@ -162,7 +162,8 @@ class RankRunner(ModelRunner):
         depend on the tokens, and a sharding map, halves of groups, or the table of a class of Transformers, may put
         results in new memory."""
         is_split = config.parallel.num_ranks > 1
-        moves = config.parallel.gathers or getattr(self.model, "repeats_torch", False)
+        gathers = config.parallel.sharding_config is not None or config.parallel.attention_parallel_size == HALF_GROUPS
+        moves = gathers or getattr(self.model, "repeats_torch", False)
         differs = is_split and (model_config.num_experts or moves)
         return not differs and ModelRunner.may_record(self, config, model_config)
 
