@@ -643,9 +643,9 @@ class EngineConfig:
         Raises:
             InvalidRequestError: an option does not fit the others, the model or the machine.
         """
-        columns = model.vocab_size // self.parallel.tensor_parallel_size  # of the process that has the fewest
-        check_int("lm_head_pieces", self.parallel.lm_head_pieces, 1, min(MAX_HEAD_PIECES, columns))
-        stages = self.parallel.pipeline_parallel_size
+        parallel, stages = self.parallel, self.parallel.pipeline_parallel_size
+        columns = model.vocab_size // parallel.tensor_parallel_size  # of the process that has the fewest
+        check_int("lm_head_pieces", parallel.lm_head_pieces, 1, min(MAX_HEAD_PIECES, columns))
         if stages > model.num_hidden_layers:
             raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, one layer per process")
         num_ranks, elsewhere = self.parallel.num_ranks * stages, self.parallel.is_on_ray
