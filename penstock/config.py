@@ -62,8 +62,7 @@ DEFAULT_OFFLOAD_DIR_BYTES = 16 * 2**30
 MAX_CONTEXT = 2**24
 BLOCK_SIZES = range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT)
 ONE_BLOCK = "max-model-len"  # in place of a block size: one block per request
-MAX_HEAD_PIECES = 1024
-MAX_IMPORTS = 64
+MAX_HEAD_PIECES, MAX_IMPORTS = 1024, 64
 HINTS = Path(__file__).with_name("option_hints.toml")
 SMALL_MATRIX = 2**19  # elements of an MLP matrix; one thread reads and multiplies a megabyte in 30 us
 
@@ -107,8 +106,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         size: Any = self.block_size
-        if size == ONE_BLOCK:
-            object.__setattr__(self, "block_size", BLOCK_SIZES[-1])
+        object.__setattr__(self, "block_size", BLOCK_SIZES[-1] if size == ONE_BLOCK else size)
         check_options(self)
         if self.kv_cache_scales is not None and self.kv_cache_dtype != "int8":
             raise fail("kv_cache_scales", self.kv_cache_scales, "null: only kv_cache_dtype = int8 has scales")
