@@ -37,6 +37,7 @@ from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.launch import compiling
 from penstock.kernels.triton.ops import TritonOps
 from penstock.kernels.triton.packed import TritonLinear, assemble, shapes
+from tools import gpu_engines
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16, F32, INT8 = torch.bfloat16, torch.float32, torch.int8
@@ -464,6 +465,8 @@ STAGES: dict[str, tuple[Callable[[], Any], float]] = {  # with the most seconds 
     "operations": (operations, 150),
     "rows of products": (rows_of_products, 60),
     "rows of attention": (rows_of_attention, 60),
+    "bits of requests": (gpu_engines.bits_of_requests, 120),
+    "steps": (gpu_engines.steps, 90),
     "recorded steps": (recorded_steps, 120),
     "rates of products": (rates_of_products, 60),
     "rates of attention": (rates_of_attention, 60),

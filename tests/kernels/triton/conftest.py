@@ -20,6 +20,17 @@ elif find_spec("triton") is not None:  # without it, each file says that it is l
 
 
 @pytest.fixture(autouse=True)
+def _engines_find_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines choose a device for every tensor themselves; nothing else does it for them."""
+    if DEVICE == "cpu" or not request.module.__name__.endswith("test_engine"):
+        yield
+        return
+    torch.set_default_device("cpu")
+    yield
+    torch.set_default_device(DEVICE)
+
+
+@pytest.fixture(autouse=True)
 def _as_on_a_device() -> Iterator[None]:
     """A kernel computes with masked elements, too, where numpy would warn of NaN and infinity."""
     with np.errstate(all="ignore"):
