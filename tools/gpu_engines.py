@@ -19,7 +19,7 @@ from penstock.weights.sources import DummyRows
 
 Row = dict[str, Any]
 VOCAB = 1000
-LENGTHS = (5, 130, 300, 513, 1, 257, 128, 40, 700, 90)
+LENGTHS = (5, 120, 300, 505, 1, 250, 127, 40, 700, 125)
 TOKENS = 16
 SHAPE: Row = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,6 +59,7 @@ EIGHT_B: Row = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
+    "max_position_embeddings": 16384,
 }
 FORMS: dict[str, tuple[Row, Row]] = {
     "llama": ({}, {}),

@@ -65,6 +65,7 @@ class TritonOps:
         self.dtype: torch.dtype = dtype_of(str(dtype).removeprefix("torch."), torch.float32)
         self.device = torch.device(device)
         if self.device.type == "cuda":
+            self.device = torch.device("cuda", self.device.index or 0)
             torch.cuda.set_device(self.device)
         self.scratch = FixedScratch(self.device)
         self.recorder = programs.Recorder(self.device)

@@ -316,7 +316,7 @@ def _many_rows(
 def kind_of(weight: TritonLinear, gated: bool) -> str:
     """Return what a table of configurations calls the product, after the kernel's name."""
     if weight.scales is not None:
-        return " int8"
+        return " int8 gated" if gated else " int8"
     if weight.values.dtype == torch.float32:
         return " float32"
     return " leaves" if weight.leaves > 1 else " gated" if gated else ""

@@ -31,6 +31,7 @@ from penstock.kernels.triton.work import Items, PlannedMetadata, Work, many_rows
 BF16, F32 = torch.bfloat16, torch.float32
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 EIGHT = tuple(range(512, 4097, 512))
+GATED_INT8 = Packing((), Scheme.parse("int8"), gated=True)
 Case = tuple[str, Callable[[], Any]]
 
 
@@ -137,6 +138,8 @@ def cases(architecture: int) -> Iterator[Case]:
             yield f"gated product of {count} rows", lambda count=count: product(count, Packing(gated=True))
             yield f"product of {count} rows in leaves", lambda count=count: product(count, Packing(EIGHT))
             yield f"int8 product of {count} rows", lambda count=count: product(count, Packing((), Scheme.parse("int8")))
+        if count > 128:
+            yield f"gated int8 product of {count} rows", lambda count=count: product(count, GATED_INT8)
     for count in (16, 64) if architecture == 90 else (64,):
         yield f"int4 product of {count} rows", lambda count=count: int4_product(count, "int4")
         yield f"int4-a16 product of {count} rows", lambda count=count: int4_product(count, "int4-a16")

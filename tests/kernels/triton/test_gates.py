@@ -22,6 +22,18 @@ FEW_QUERIES = {  # fewer than the 64 rows of wgmma, whose bits they have
 }
 
 
+@pytest.mark.parametrize("architecture", SHARED)
+def test_tiles_fit_into_shared_memory(architecture: int) -> None:
+    """Guards against a tile of a table that the cases below do not compile."""
+    from penstock.kernels.triton.configurations import table_of
+
+    for name, choices in table_of(architecture).items():
+        size = 4 if "float32" in name else 1 if "int8" in name else 2
+        for _, _, tile in choices if name.startswith("product") else ():
+            length = tile.rows + tile.columns * (2 if "gated" in name else 1)
+            assert length * tile.depth * size * tile.stages < SHARED[architecture], (name, tile)
+
+
 def is_narrow(case: str) -> bool:
     """Tell whether a product has so few rows that tiles of fewer than 64 columns are faster than wgmma."""
     return "product of" in case and "4096 rows" not in case
