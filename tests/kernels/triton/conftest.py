@@ -19,7 +19,7 @@ elif find_spec("triton") is not None:  # without it, each file says that it is l
     hardware.install()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _engines_find_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Engines choose a device for every tensor themselves; nothing else does it for them."""
     if DEVICE == "cpu" or not request.module.__name__.endswith("test_engine"):
