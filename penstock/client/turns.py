@@ -1,36 +1,45 @@
 """Turns: a limited resource is given to those who wait for it flow by flow, and not in the order of arrival."""
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 Waiting = deque["asyncio.Future[None]"]
+MANY = 256  # flows whose times are remembered before those that no longer matter are dropped
 
 
 class Turns:
-    """A semaphore of an event loop at which every flow has a queue of its own, and the queues take turns.
+    """A semaphore of an event loop whose turns go to the flow that has held them for the least time.
 
-    So a flow waits for at most one turn of each other flow, however many of them those have asked for.
+    So a flow waits for the turn under way, and then gets as much time as each other flow, however many turns those ask
+    for and however long each is. Being idle earns no credit.
 
     Args:
         places: how many may have a turn at the same time.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._free = places
-        self._queues: OrderedDict[str | None, Waiting] = OrderedDict()  # the flow whose turn is next comes first
+        self._clock = clock
+        self._queues: dict[str | None, Waiting] = {}
+        self._held: dict[str | None, float] = {}  # by flow; what counts is how much more it is than _now
+        self._now = 0.0  # the time that the flow had held which got the last turn for which anybody waited
 
     @asynccontextmanager
     async def turn(self, flow: str | None) -> AsyncIterator[None]:
         """Wait for a turn of a flow, and hold it inside the block. None is the flow of those who have none."""
+        self._held[flow] = max(self._now, self._held.get(flow, 0.0))
         if self._free:
             self._free -= 1
         else:
             await self._wait(flow)
+        began = self._clock()
         try:
             yield
         finally:
+            self._held[flow] = max(self._now, self._held.get(flow, 0.0)) + self._clock() - began
             self._pass_on()
 
     async def _wait(self, flow: str | None) -> None:
@@ -44,12 +53,16 @@ class Turns:
             raise
 
     def _pass_on(self) -> None:
+        if len(self._held) > MANY:
+            self._held = {flow: s for flow, s in self._held.items() if s > self._now or flow in self._queues}
         while self._queues:
-            flow, queue = self._queues.popitem(last=False)
+            flow = min(self._queues, key=self._held.__getitem__)
+            queue = self._queues[flow]
             future = queue.popleft()
-            if queue:
-                self._queues[flow] = queue  # now the last in turn
+            if not queue:
+                del self._queues[flow]
             if not future.done():  # else it was cancelled
+                self._now = max(self._now, self._held[flow])
                 future.set_result(None)
                 return
         self._free += 1

@@ -7,10 +7,10 @@ only, because a block is computed from a user's prompt. Knows nothing about sock
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,6 +33,7 @@ from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
 from penstock.server.completions import create_chat_completion, create_completion, source_of
 from penstock.server.context import (
+    FLOW,
     ServerContext,
     check_administrator,
     context_of,
@@ -159,15 +160,27 @@ def _routes() -> list[Route]:
         Route("/live", live),
         Route("/ready", ready),
         Route("/version", version),
-        Route("/status", status),
+        Route("/status", _in_turn(status)),
         Route("/status/record", record, methods=["POST"]),
-        Route("/status/requests", list_timelines),
+        Route("/status/requests", _in_turn(list_timelines)),
         Route("/status/requests/{id}", retrieve_timeline),
-        Route("/metrics", metrics),
-        Route("/openapi.json", openapi),
+        Route("/metrics", _in_turn(metrics)),
+        Route("/openapi.json", _in_turn(openapi)),
         Route("/docs", docs),
         *(Route(path, not_built, methods=["GET", "POST", "DELETE"]) for path in UNSUPPORTED_ROUTES),
     ]
+
+
+def _in_turn(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Make one report per turn of the event loop, keys in turn: nobody is served during its milliseconds."""
+
+    @wraps(handler)
+    async def wrapped(request: Request) -> Response:
+        async with context_of(request).reporting.turn(FLOW.get()):
+            await asyncio.sleep(0)
+            return await handler(request)
+
+    return wrapped
 
 
 def _middleware(options: ServerOptions, metrics: Metrics, keys: KeyRing) -> list[Middleware]:

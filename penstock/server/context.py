@@ -65,6 +65,7 @@ class ServerContext:
     takes_several_calls: bool | None = None
     num_arriving: int = 0
     tokenizing: Turns = field(init=False)
+    reporting: Turns = field(default_factory=lambda: Turns(1))
 
     def __post_init__(self) -> None:
         self.tokenizing = Turns(self.options.max_parallel_tokenizations)

@@ -380,9 +380,9 @@ def _read(name: str, value: Any) -> StructuredOutputsParams | None:
 
 async def check_form(context: ServerContext, body: Any, params: SamplingParams) -> None:
     """Raise InvalidRequestError, naming the field, for a form that the model cannot follow."""
-    if params.structured_outputs is not None:
-        with naming(_given(body)[-1][0]):  # a field before it only says that the form is free
-            await context.client.check_form(params.structured_outputs, FLOW.get())
+    assert params.structured_outputs is not None
+    with naming(_given(body)[-1][0]):  # a field before it only says that the form is free
+        await context.client.check_form(params.structured_outputs, FLOW.get())
 
 
 @contextmanager

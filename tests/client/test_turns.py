@@ -4,27 +4,54 @@ import asyncio
 
 import pytest
 
-from penstock.client.turns import Turns
+from penstock.client.turns import MANY, Turns
 
 
-async def queued(turns: Turns, flow: str, done: list[str]) -> None:
-    async with turns.turn(flow):
-        await asyncio.sleep(0)
-        done.append(flow)
+def order(flows: str, seconds: dict[str, float]) -> str:
+    """In which order flows get their turns, each of which takes some seconds."""
+    now = 0.0
 
-
-def test_one_flow_does_not_hold_up_another() -> None:
-    """Guards against a hundred slow forms of one key that another key waits for."""
+    async def queued(turns: Turns, flow: str, done: list[str]) -> None:
+        nonlocal now
+        async with turns.turn(flow):
+            await asyncio.sleep(0)
+            now += seconds[flow]
+            done.append(flow)
 
     async def scenario() -> list[str]:
-        turns, done = Turns(1), list[str]()
+        turns, done = Turns(1, lambda: now), list[str]()
         async with turns.turn("z"):
-            tasks = [asyncio.create_task(queued(turns, flow, done)) for flow in "aaaaabbc"]
+            tasks = [asyncio.create_task(queued(turns, flow, done)) for flow in flows]
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
         return done
 
-    assert "".join(asyncio.run(scenario())) == "abcabaaa"
+    return "".join(asyncio.run(scenario()))
+
+
+def test_one_flow_does_not_hold_up_another() -> None:
+    """Guards against a hundred slow forms of one key that another key waits for: by their number, or by their time."""
+    assert order("aaaaabbc", dict.fromkeys("abc", 1.0)) == "abcabaaa"
+    assert order("aaaabbbbbbbb", {"a": 4.0, "b": 1.0}) == "abbbbabbbbaa"
+
+
+def test_times_of_flows_are_forgotten() -> None:
+    """Guards against a table that grows with every flow."""
+
+    async def scenario() -> int:
+        turns = Turns(1)
+        for number in range(10 * MANY):
+            async with turns.turn(str(number)):
+                waiting = asyncio.create_task(hold(turns, "x"))
+                await asyncio.sleep(0)
+            await waiting
+        return len(turns._held)
+
+    async def hold(turns: Turns, flow: str) -> None:
+        async with turns.turn(flow):
+            await asyncio.sleep(0)
+
+    assert asyncio.run(scenario()) <= 2 * MANY
 
 
 @pytest.mark.parametrize("places", [1, 3])

@@ -1,5 +1,6 @@
 """Attacks on the HTTP side that once held the event loop, memory, a connection or the wrong answer."""
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -30,6 +31,7 @@ from penstock.server.openai_requests import (
 )
 from penstock.server.options import ServerOptions
 from penstock.server.timelines import label_text
+from penstock_lab.prove.scripted import ScriptedServer
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, RunningServer, app_client, running, send, wait_until
 from tests.server.test_sockets import post, raw, read_all
@@ -228,3 +230,19 @@ def test_values_are_counted_as_a_reader_counts_them(texts: list[bytes], slice_si
         except InvalidRequestError:
             refused = True
     assert refused == (len(texts) > most)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/status", "/status/requests", "/openapi.json"])
+def test_reports_are_made_one_per_turn_of_the_loop(path: str) -> None:
+    """Guards against a client that asks for many reports at once, while nobody else is served."""
+
+    async def turns() -> int:
+        server, count = ScriptedServer("demo"), 0
+        tasks = {asyncio.create_task(server.call("GET", path)) for _ in range(20)}
+        while any(not task.done() for task in tasks):
+            await asyncio.sleep(0)
+            count += 1
+        assert {task.result().status for task in tasks} == {200}
+        return count
+
+    assert asyncio.run(turns()) >= 20

@@ -1,5 +1,6 @@
 """What only real connections show: hanging up, slow and rude clients, streaming while the engine works."""
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -7,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -85,6 +87,27 @@ def test_hanging_up_aborts(server: RunningServer, stream: bytes, hang_at: int) -
     sock.close()
     wait_until(lambda: not server.client.open)
     assert len(server.client.aborted) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_hanging_up_ends_the_wait_for_a_form(server: RunningServer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against forms of clients that have left, for which others wait."""
+    waiting: list[bool] = []
+
+    async def check_form(*_: Any) -> None:
+        waiting.append(True)
+        try:
+            await asyncio.sleep(10 * WAIT_S)
+        finally:
+            waiting.clear()
+
+    monkeypatch.setattr(server.client, "check_form", check_form)
+    prompt = b'"input"' if path == "/v1/responses" else b'"prompt"'
+    body = b'{%s: "a", "structured_outputs": {"regex": "a"}}' % prompt
+    sock = raw(server, post(body).replace(b"/v1/completions", path.encode()))
+    wait_until(lambda: bool(waiting))
+    sock.close()
+    wait_until(lambda: not waiting)
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
