@@ -82,6 +82,7 @@ def row_cases() -> Iterator[Case]:
     yield "router", lambda: experts.route(logits, RouterParams(8), *chosen)
     yield "softcap", lambda: rows.apply("softcap", x, x, 30.0)
     yield "embedding", lambda: rows.embed(positions, meta(999, 4096), 1.0, x)
+    yield "sum of parts", lambda: rows.add_parts(meta(8, 4, 4096, dtype=F32), weight, weight, x)
 
 
 def attend(few_rows: int = 0, head_dim: int = 128, kind: torch.dtype = BF16, sinks: int = 0, **params: Any) -> None:
