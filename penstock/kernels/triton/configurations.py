@@ -146,7 +146,7 @@ AMPERE: dict[str, Choices] = HOPPER | {
         (16, Tile(16, 64, 256, 4, 3)),
         (32, Tile(32, 64, 128, 4, 4)),
         (128, Tile(64, 64, 128, 4, 3)),
-        (MANY, Tile(128, 64, 128, 8, 4, blocks=True)),
+        (MANY, Tile(128, 64, 64, 8, 4, blocks=True)),
     ),
     "int4": any_columns((16, Tile(16, 64, 256, 4, 4)), (MANY, Tile(32, 64, 256, 4, 3))),
     "int4 a16": any_columns((16, Tile(16, 64, 256, 4, 4)), (MANY, Tile(32, 64, 256, 4, 3))),
