@@ -200,7 +200,9 @@ TABLES: dict[int, dict[str, Choices]] = {
     89: SMALLER,
     90: HOPPER,
     # items of so few rows that all of attention is computed by mma.sync: nobody has compared its bits with tcgen05's
-    100: HOPPER | {"attend_rows": any_columns((128, Tile(32, 128, 128, 8, 3)), (MANY, Tile(32, 128, 256, 8, 1)))},
+    100: HOPPER
+    | {name: AMPERE[name] for name in ("int4", "int4 a16")}
+    | {"attend_rows": any_columns((128, Tile(32, 128, 128, 8, 3)), (MANY, Tile(32, 128, 256, 8, 1)))},
     120: SMALLER,
 }
 
