@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Dtype
-from penstock.kernels.triton.device import why_missing
+from penstock.kernels.triton.device import is_interpreted, why_missing
 
 
 def load_ops(
-    name: str, dtype: Dtype, device: object = "cpu", *, threads: int = 1, cores: Sequence[Sequence[int]] = ()
+    name: str, dtype: Dtype, device: object = None, *, threads: int = 1, cores: Sequence[Sequence[int]] = ()
 ) -> Ops:
     """Make the backend with this name for models of type `dtype`.
 
     Args:
         dtype: a np.dtype or a torch.dtype; results are of the same kind. The reference backend computes with torch.
+        device: None: the CPU, or the first GPU for kernels that need one.
         threads: number of threads of the native kernels.
         cores: the CPUs of each of these threads (kernels/cpu/host.py); empty: threads are not bound to CPUs.
 
@@ -29,7 +30,7 @@ def load_ops(
     if name == "reference":
         from penstock.kernels.reference import ReferenceOps
 
-        return ReferenceOps(dtype, device)
+        return ReferenceOps(dtype, device or "cpu")
     if name == "cpu":
         from penstock.kernels.cpu.ops import CpuOps
 
@@ -38,6 +39,7 @@ def load_ops(
             ops.pin(cores)
         return ops
     if name == "triton":
+        device = device or ("cpu" if is_interpreted() else "cuda")
         if why := why_missing(str(device)):
             raise InvalidRequestError(f"kernels: {name!r} cannot be used: {why}", param="kernels")
         from penstock.kernels.triton.ops import TritonOps

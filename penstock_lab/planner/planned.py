@@ -75,7 +75,7 @@ class PlannedModel:
         config = self.config
         if num_ranks:
             config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=num_ranks))
-        return config.resolve(self.model)
+        return config.resolve(self.model, why_no_gpu="plans count the memory of the native kernels")
 
     @cached_property
     def formats(self) -> str:
