@@ -70,8 +70,7 @@ async def _create(
         return continued(request, kind, body, last)
     context.arrive(log)  # refuse it before spending time on the prompt
     params = params_of(body, info)
-    if params.structured_outputs is not None:  # it may wait for others, and for nothing once its client has left
-        await until_disconnect(request.receive, check_form(context, body, params))
+    await check_form(request, body, params)
     prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
     if isinstance(body, ChatRequest):
         params = await with_rules(context, body, rules_of(context, body, prompts[0]), params)

@@ -36,6 +36,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams, fields_of
 from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
 from penstock.server.context import FLOW, ServerContext, account_of, context_of
+from penstock.server.generation import until_disconnect
 from penstock.server.openai_requests import (
     MAX_MESSAGES,
     Body,
@@ -378,11 +379,15 @@ def _read(name: str, value: Any) -> StructuredOutputsParams | None:
         return READERS[name](value)
 
 
-async def check_form(context: ServerContext, body: Any, params: SamplingParams) -> None:
-    """Raise InvalidRequestError, naming the field, for a form that the model cannot follow."""
-    assert params.structured_outputs is not None
-    with naming(_given(body)[-1][0]):  # a field before it only says that the form is free
-        await context.client.check_form(params.structured_outputs, FLOW.get())
+async def check_form(request: Request, body: Any, params: SamplingParams) -> None:
+    """Raise InvalidRequestError, naming the field, for a form that the model cannot follow.
+
+    It may wait for other forms, but not once the client has left.
+    """
+    if params.structured_outputs is not None:
+        with naming(_given(body)[-1][0]):  # a field before it only says that the form is free
+            checking = context_of(request).client.check_form(params.structured_outputs, FLOW.get())
+            await until_disconnect(request.receive, checking)
 
 
 @contextmanager

@@ -466,7 +466,7 @@ async def create_message(request: Request) -> Response:
     with naming_the_message():
         chat = await _chat(request, body)
         params = chat_params(chat, info)
-        await check_form(context, chat, params)
+        await check_form(request, chat, params)
         prompts = salted(request, body.cache_salt, await chat_prompts(context, chat, info))
         params = await with_rules(context, chat, rules_of(context, chat, prompts[0]), params)
         params = within_limits(request, params, prompts, priority=body.priority, timeout_s=body.timeout)

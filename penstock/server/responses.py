@@ -584,8 +584,7 @@ async def create_response(request: Request) -> Response:
     context.check_model(body.model)
     body = msgspec.structs.replace(_with_previous(request, body), model=context.check_model(body.model))
     params = response_params(body, info)
-    if params.structured_outputs is not None:  # it may wait for others, and for nothing once its client has left
-        await until_disconnect(request.receive, check_form(context, body, params))
+    await check_form(request, body, params)
     chat = chat_of(body)
     with naming_the_response():
         if body.truncation == "auto":
