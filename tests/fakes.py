@@ -77,6 +77,9 @@ class FakeOps:
     def plan(self, meta: AttentionMetadata, heads: Heads, cache: FakeCache) -> AttentionMetadata:
         return meta.to(self.tensor)
 
+    def is_lost(self) -> bool:
+        return False
+
     def log_softmax(self, logits: Tensor, *, out: Tensor | None = None) -> Tensor:
         return torch.log_softmax(logits, dim=-1, out=out)
 
