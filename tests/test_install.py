@@ -73,8 +73,12 @@ def test_an_extra_is_all_of_its_packages() -> None:
     assert {"torch", "transformers", "matplotlib", "pytest"} <= {line.partition(">")[0] for line in packages}
 
 
-def test_one_compilation_for_all_checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against minutes of compiling what was compiled before, and against a library of other sources."""
+@pytest.mark.covers("F34")
+def test_one_compilation_for_all_checkouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against minutes of compiling what was compiled before, against a library of other sources, and against a
+    damaged one that is installed again and again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert install.library_settings("a", "this")[0].endswith("PENSTOCK_THIS_MACHINE=ON")
     assert install.library_settings("a", "all")[0].endswith("PENSTOCK_THIS_MACHINE=OFF")
@@ -85,11 +89,18 @@ def test_one_compilation_for_all_checkouts(tmp_path: Path, monkeypatch: pytest.M
     assert install.library_settings("b", "this")[0].endswith("PENSTOCK_THIS_MACHINE=ON")
     install.keep_library(str(tmp_path / "built.so"), install.kept_library("a", "all"))
     assert install.library_settings("a", "this")[0].endswith("PENSTOCK_LIBRARY=" + install.kept_library("a", "all"))
+    assert "damaged" not in capsys.readouterr().out
+    Path(install.kept_library("a", "all")).write_text("y")
+    assert install.library_settings("a", "this")[0].endswith("PENSTOCK_LIBRARY=" + install.kept_library("a", "this"))
+    assert f"{install.kept_library('a', 'all')} is damaged" in capsys.readouterr().out
+    Path(install.kept_library("a", "this") + install.HASH).unlink()
+    assert install.library_settings("a", "this")[0].endswith("PENSTOCK_THIS_MACHINE=ON")
 
 
+@pytest.mark.covers("F34")
 def test_what_was_compiled_before_is_copied(tmp_path: Path) -> None:
-    """Guards against minutes for a change of one kernel, against an object of other text, headers or flags, and against
-    a header that CMake does not know of afterwards."""
+    """Guards against minutes for a change of one kernel, against an object of other text, headers or flags, or a
+    damaged one, and against a header that CMake does not know of afterwards."""
     compiler, calls = tmp_path / "compiler", tmp_path / "calls"
     compiler.write_text(
         f'#!/bin/sh\ncase " $* " in *" -E "*|*" --version "*) ;; *) echo >>{calls} ;; esac\nexec c++ "$@"'
@@ -115,6 +126,10 @@ def test_what_was_compiled_before_is_copied(tmp_path: Path) -> None:
     assert (other != first, count) == (True, 2)
     assert compile("one", 2, "-O1", "-DUNUSED")[1] == 3
     assert compile("one", 1, "-O2", "-DUNUSED") == (first, 3)
+    for kept in (tmp_path / "kept").iterdir():
+        kept.write_bytes(kept.read_bytes()[:-9])
+    assert compile("one", 1, "-O2") == (first, 4)
+    assert compile("one", 1, "-O2") == (first, 4)
     assert kept_object.main(str(tmp_path / "kept"), str(compiler), "-c", str(tmp_path / "none.cpp"), "-o", "x.o") != 0
 
 

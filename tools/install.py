@@ -1,8 +1,9 @@
 """Install Penstock into .venv, editable, for `make demo` and `make test`:  python3 tools/install.py [EXTRA]
 
-It says what it is doing at once and then every few seconds. What is installed already is left alone; a .venv whose
-Python is broken or too old is made anew. Compiling takes minutes, so the native library is kept in the user's cache
-(~/.cache/penstock/native) under a hash of its sources and its compiler, and another checkout takes it from there.
+It says what it is doing at once and then every few seconds. What is installed already is left alone, unless its native
+library is damaged; a .venv whose Python is broken or too old is made anew. Compiling takes minutes, so the native
+library is kept in the user's cache (~/.cache/penstock/native) under a hash of its sources and its compiler, and another
+checkout takes it from there. What is damaged in the cache is compiled again.
 
 Pythons that are too old to run Penstock have to read this file, so that it can say so.
 """
@@ -32,6 +33,8 @@ CUDA = (
 )
 SILENCE_S = 5.0  # longest time without a line
 KEPT = 8  # native libraries in the cache
+HASH = ".sha256"  # added to a library's name: the file that has its hash
+LOADS = "from penstock.kernels.cpu.library import load_library; assert load_library()"
 STEPS = (  # what a line of pip's output says that it is doing; the last one that matches
     (re.compile(r"^Collecting ([\w.-]+)"), "looking for {0}"),
     (re.compile(r"^ *Downloading ([\w.]+)-\S+ \(([^)]*)\)"), "downloading {0} ({1})"),
@@ -144,18 +147,41 @@ def kept_library(key, levels):
 
 
 def keep_library(file, target):
-    """Copy a library that was built to its place in the cache, and drop the oldest ones."""
+    """Copy a library that was built to its place in the cache, beside its hash, and drop the oldest ones."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
+    with open(target + HASH, "w", encoding="utf-8") as opened:
+        opened.write(hash_of(file))
     shutil.copyfile(file, target + ".part")
     os.replace(target + ".part", target)
     kept = sorted(glob.glob(os.path.join(os.path.dirname(target), "*.so")), key=os.path.getmtime)
     for old in kept[:-KEPT]:
         os.remove(old)
+        if os.path.exists(old + HASH):
+            os.remove(old + HASH)
+
+
+def hash_of(file):
+    with open(file, "rb") as opened:
+        return hashlib.sha256(opened.read()).hexdigest()
+
+
+def is_whole(library):
+    """Tell whether a library is in the cache as it was kept; say so if it is damaged."""
+    if not os.path.exists(library):
+        return False
+    try:
+        with open(library + HASH, encoding="utf-8") as opened:
+            if opened.read() == hash_of(library):
+                return True
+    except OSError:
+        pass
+    say(library + " is damaged, and is not used")
+    return False
 
 
 def library_settings(key, levels):
     """Choose the settings of the build, as arguments of pip: a library from the cache, or which levels to compile."""
-    kept = filter(os.path.exists, [kept_library(key, kind) for kind in dict.fromkeys(("all", levels))])
+    kept = filter(is_whole, [kept_library(key, kind) for kind in dict.fromkeys(("all", levels))])
     library = next(kept, None)
     if library is not None:
         os.utime(library)
@@ -220,14 +246,14 @@ def install(extra):
     if not key:
         stop("there is no C++ compiler to compile the kernels with (on Debian and Ubuntu: sudo apt install g++)")
     stamp, done = installed_hash(key), []
-    if works(PYTHON, "") and os.path.exists(STAMP):
+    if works(PYTHON, LOADS) and os.path.exists(STAMP):
         with open(STAMP, encoding="utf-8") as opened:
             done = opened.read().split("\n")
         if done[0] == stamp and (not extra or extra in done):
             return
     make_venv()
     words, settings = [], []
-    if done[:1] != [stamp] or not os.path.exists(STAMP):
+    if done[:1] != [stamp]:
         done, settings = [stamp], library_settings(key, "this")
         words = ["--editable", ".", *settings]
         if "THIS_MACHINE" in settings[0]:

@@ -32,6 +32,12 @@ def parse(arguments):
     return target if "-c" in arguments else "", flags, [*before, "-P"]
 
 
+def named(key, file):
+    """Name an object in the cache: by what it was made of, and by what is in it."""
+    with open(file, "rb") as opened:
+        return f"{key}-{hashlib.sha256(opened.read()).hexdigest()[:32]}.o"
+
+
 def main(folder, compiler, *arguments):
     """Return the compiler's exit code."""
     target, flags, before = parse(arguments)
@@ -43,16 +49,18 @@ def main(folder, compiler, *arguments):
         return text.returncode
     version = subprocess.run([compiler, "--version"], stdout=subprocess.PIPE, check=True).stdout
     key = hashlib.sha256(b"\0".join([version, " ".join(flags).encode(), text.stdout])).hexdigest()[:32]
-    kept = os.path.join(folder, key + ".o")
-    try:
-        shutil.copyfile(kept, target)
-        os.utime(kept)
-        return 0
-    except OSError:
-        pass
+    for kept in glob.glob(os.path.join(folder, key + "-*.o")):
+        try:
+            if kept.endswith(named(key, kept)):  # otherwise it is damaged
+                shutil.copyfile(kept, target)
+                os.utime(kept)
+                return 0
+        except OSError:
+            pass
     code = subprocess.call(command)
     if code == 0:
         os.makedirs(folder, exist_ok=True)
+        kept = os.path.join(folder, named(key, target))
         part = f"{kept}.{os.getpid()}"
         shutil.copyfile(target, part)
         os.replace(part, kept)

@@ -213,7 +213,12 @@ def _problems(
     placement: Placement, epochs: Sequence[tuple[Operation, ...]], known: tuple[tuple[Operation, ...], ...]
 ) -> Iterator[str]:
     """Yield why a placement is not possible: the first problem of each kind, with the operation and the chip."""
-    for operation in (operation for epoch in epochs for operation in epoch):
+    operations = [operation for epoch in epochs for operation in epoch]
+    for pattern, _ in placement.overrides:
+        if not any(fnmatch.fnmatchcase(operation.name, pattern) for operation in operations):
+            known_names = f"{operations[0].name} to {operations[-1].name}"
+            yield f"overrides: the pattern {pattern} matches no operation; they are {known_names}"
+    for operation in operations:
         if not operation.chips:
             yield f"{operation.name} is on no chip"
             break

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock import LLM, InvalidRequestError, NotSupportedError, SamplingParams
 from penstock.kernels.backends import load_ops
-from penstock.kernels.cpu.library import LEVELS, best_level
+from penstock.kernels.cpu.library import best_level
 from penstock.models.config_json import parse_model_config
 from penstock.spec.config_file import modern_falcon
 from penstock.weights.hub import MODEL_DIR
@@ -74,6 +74,7 @@ def run_row(
         output = model.main_forward_part(**inputs, past_key_values=past)
         assert output.logits is not None
         assert output.last_hidden_state.shape == (1, ROWS, HEADS * DIM)
+        assert torch.equal(output.last_hidden_state[0].isnan().any(dim=1), ~active[0])  # empty rows are NaN
         found.append(output.logits[0, row])
         past = output.past_key_values
     return found, past
@@ -116,13 +117,15 @@ def test_fifty_ticks_have_the_document_s_stages_and_inputs(directory: Path) -> N
 
 @pytest.mark.covers("F3", "F5", "F7", "F11")
 def test_the_backend_answers_as_the_engine_does(directory: Path) -> None:
-    """Guards against a prompt token that is answered, noise of another position, a stop string that gets out, and a
-    neighbour that is felt: more prompts than rows, sampled as the document does, have the engine's texts."""
-    prompts = [f"{PROMPTS[index % 3]} {index}" for index in range(36)]
-    found = backend(directory, stop="e").generate(prompts)
+    """Guards against a prompt token that is answered, noise of another position, a stop string that gets out, a
+    neighbour that is felt, and rows that are NaN because they were empty: more prompts than rows, sampled as the
+    document does, have the engine's texts."""
+    prompts, made = [f"{PROMPTS[index % 3]} {index}" for index in range(36)], backend(directory, stop="e")
+    made.generate(prompts[-1:])
+    found = made.generate(prompts)
     params = [
-        SamplingParams(temperature=1.0, top_k=5, top_p=0.9, seed=index, stop=["e"], max_tokens=SLOTS)
-        for index in range(len(prompts))
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.9, seed=number, stop=["e"], max_tokens=SLOTS)
+        for number, _ in enumerate(prompts, 1)
     ]
     with LLM(str(directory), dtype="bfloat16", max_model_len=SLOTS, threads=1) as llm:
         assert [output.outputs[0].text for output in llm.generate(prompts, params)] == found
@@ -164,7 +167,7 @@ def test_a_backend_talks_through_its_queues(directory: Path) -> None:
         {"precision": "fp32", "num_tokens": 9},
         {"fuse": True},
         {"fracture_attn": 8, "fracture_mlp": 8, "od_lm_head": False},
-        {"amp_level": 1, "opt_level": 2},
+        {"amp_level": 1, "opt_level": 1},
         {"fuse": True, "fracture_mlp": 0, "fracture_vocab": False, "padded_lm_head": False},
     ],
     ids=str,
@@ -187,7 +190,7 @@ def test_every_form_of_the_graph_has_the_engine_s_bits(directory: Path, args: di
         assert [tuple(item.shape) for item in layer.self_attention.o_proj.packed] == [(hidden // parts, hidden)] * parts
     assert len(made.model.lm_head.packed) == (1 if args.get("fracture_vocab") is False else 8)
     assert made.logits.shape[2] == 4096 + (0 if args.get("padded_lm_head") is False else 512)
-    assert ops.level == (min("avx2", best_level(), key=LEVELS.index) if "opt_level" in args else best_level())
+    assert ops.level == ("portable" if "opt_level" in args else best_level())
     assert (layer.mlp.up_proj.spec.packing.scheme is not None) == (args.get("amp_level") == 1)
 
 

@@ -109,10 +109,13 @@ def test_one_byte_over_the_budget_is_refused_by_name() -> None:
 
 @pytest.mark.covers("F25", "F30")
 def test_overrides_overlaps_and_a_head_that_is_left_out() -> None:
-    """Guards against two operations on one chip at once, a chip that is not there, and a head that is always placed."""
+    """Guards against two operations on one chip at once, a chip that is not there, a pattern that is ignored, and a
+    head that is always placed."""
     moved = falcon(overrides=(("layers.*.mlp", (24, 25, 26, 27)), ("layers.7.*", (0, 1))))
     assert moved.epochs[3][1].chips == (24, 25, 26, 27)
     assert moved.problems[0] == "layers.7.attention and layers.7.mlp overlap on chip 0"
+    (problem,) = falcon(overrides=(("layers.60.mlp", (24,)),)).problems
+    assert problem.startswith("overrides: the pattern layers.60.mlp matches no operation; they are layers.0.attention")
     assert falcon(chips=30).problems == ("lm_head: there is no chip 31, only 0 to 29",)
     without = falcon(chips_of={name: chips for name, chips in falcon().placement.chips_of.items() if name != "lm_head"})
     assert not without.problems
