@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock import LLM, InvalidRequestError, NotSupportedError, SamplingParams
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level
-from penstock.models.config_json import parse_model_config
+from penstock.models.config_json import load_model_config, parse_model_config
 from penstock.spec.config_file import modern_falcon
 from penstock.weights.hub import MODEL_DIR
 from penstock.weights.loader import load_model
@@ -212,6 +212,18 @@ def test_every_generation_has_the_engine_s_bits(case: Case, tmp_path: Path) -> N
                 [(item.outputs[0].token_ids, item.outputs[0].logprobs) for item in llm.generate(prompts, params)]
             )
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.covers("F41")
+def test_a_sum_fused_with_the_norm_after_it(tmp_path: Path) -> None:
+    """Guards against a fused layer that is another one: in RW one branch follows the other, with a norm in between."""
+    _, made = next(case for case in falcon.CASES if case.name == "falcon-rw").make(tmp_path)
+    cfg, ops, found = load_model_config(made), load_ops("cpu", torch.bfloat16), []
+    for fuse in (False, True):
+        version = replace(cfg, model_impl="efficient-40b", extra={"fuse": fuse})
+        model: Any = load_model(made, version, ops, "auto", max_model_len=SLOTS)
+        found.append(run_row(model, [5, 60, 7], 4, model.init_kv_cache())[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.covers("F41")
