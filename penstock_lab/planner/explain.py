@@ -194,13 +194,21 @@ def as_text(name: str, found: dict[str, Any]) -> str:
     if found["chunked"]:
         lines.append("windows are chunks of the text, which no layer leaves: these are the most that a token sees")
     drawn = found["drawn_window"]
-    with_window = f"; a window of {drawn}" if drawn else ""
-    lines += ["", f"prompts packed without padding: {SEEN} is seen, {HIDDEN} is not{with_window}", *found["packed"]]
+    narrowed = drawn is not None and all(row["window"] != drawn for row in found["receptive_field"])
+    of_model = ", as the model's is too wide to draw" if narrowed else ""
+    with_window = f"; a window of {drawn}{of_model}" if drawn else ""
+    lines += ["", f"prompts packed without padding: {SEEN} is seen, {HIDDEN} is not{with_window}"]
+    lines += ["a row is a token, a column a token that it may see", *found["packed"]]
     padding = found["padding"]
     waste = padding["padded"] - padding["packed"]
     lines += ["", f"dot products: {padding['padded']} padded, {padding['packed']} packed, {waste} wasted"]
     if drawn:
         lines.append(f"in the window: {padding['in_window']}")
+    length = found["chunks"][-1]["tokens"][0]
+    lines += [
+        "",
+        f"a prompt of {length} tokens in chunks, and the next token: columns are cached, then new tokens",
+    ]
     for item in found["chunks"]:
         (start, end), cached = item["tokens"], item["cached"]
         what = f"tokens {start} to {end - 1}" if end - start > 1 else f"token {start}"
@@ -209,20 +217,19 @@ def as_text(name: str, found: dict[str, Any]) -> str:
     for item in found["tiles"]:
         kind = f"a window of {item['window']}" if item["window"] else "no window"
         lines += ["", f"{item['tokens']} tokens and {kind}: {item['computed']} of {item['all']} tiles are computed"]
-        lines += [
-            f"a cell has {item['cell']} x {item['cell']} tokens: {WHOLE} seen, {PARTLY} in part, {SKIPPED} skipped"
-        ]
+        marks = f"{WHOLE} seen, {PARTLY} in part, {SKIPPED} skipped"
+        lines += [f"a cell has {item['cell']} x {item['cell']} tokens, queries down and keys across: {marks}"]
         lines += item["picture"]
     return "\n".join([*lines, "", *_pipeline_text(found["pipeline"])]) + "\n"
 
 
 def _pipeline_text(found: dict[str, Any]) -> list[str]:
     width = max(len(word) for line in found["stages"] for word in line["micro_batches"])
-    lines = ["pipeline: the micro-batch of each stage, in time"]
+    lines = ["pipeline: the micro-batch that each stage computes, unit of time by unit of time; - is idle"]
     for index, line in enumerate(found["stages"], 1):
         first, last = line["layers"]
         words = " ".join(word.rjust(width) for word in line["micro_batches"])
         name = f"layer {first}" if first == last else f"layers {first} to {last}"
         lines.append(f"stage {index}, {name}:".ljust(28) + words)
-    lines.append(f"idle: {found['bubble']:.1%} of the time, (P - 1) / (M + P - 1)")
-    return [*lines, "by micro-batches: " + ", ".join(f"{m}: {share:.1%}" for m, share in found["bubbles"].items())]
+    lines.append(f"idle: {found['bubble']:.1%} of the time, (P - 1) / (M + P - 1) with P stages and M micro-batches")
+    return [*lines, "idle by M: " + ", ".join(f"{count}: {share:.1%}" for count, share in found["bubbles"].items())]

@@ -67,7 +67,11 @@ def test_masks_are_those_of_the_reference_inference(mistral: str, capsys: pytest
         seen = int(first_prefill_mask([3, 4, 5], [0, 0, 0], window).sum())
         assert found["padding"] == {"padded": 75, "packed": packed, "in_window": seen}
     assert main(["explain", mistral]) == 0
-    assert "dot products: 75 padded, 31 packed, 44 wasted\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "; a window of 4, as the model's is too wide to draw\n" in out
+    assert "dot products: 75 padded, 31 packed, 44 wasted\n" in out
+    assert main(["explain", mistral, "--window", "4"]) == 0
+    assert "; a window of 4\n" in capsys.readouterr().out
 
 
 @pytest.mark.covers("M6")
