@@ -2,36 +2,56 @@
 
 Model files do not know of this: PlacedFactory makes these layers, and the parameter table says how a weight is split.
 Every chip of an operation would compute the same element-wise results (norms, rotation, sums), so they are computed
-once. The embedding, the final norm, and a head that the placement leaves out are computed by the host.
+once; if a placement gives them chips of their own, these take an even share of the columns each. The embedding, the
+final norm, and a head that the placement leaves out are computed by the host.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 
 from penstock.kernels.ops import Ops, Packing, RowSource, TensorRows
 from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array, tree_sum
 from penstock.layers.factory import LayerFactory
-from penstock.layers.weights import ActivatedLinear, GatedLinear, Linear, LinearSpec, LMHead, whole
+from penstock.layers.weights import (
+    ActivatedLinear,
+    GatedLinear,
+    LayerNorm,
+    Linear,
+    LinearSpec,
+    LMHead,
+    RMSNorm,
+    whole,
+)
 from penstock.weights.loader import Place
 from penstock_lab.chips.device import Work
 from penstock_lab.chips.machine import Machine, Site
-from penstock_lab.chips.ops import PlacedOps
+from penstock_lab.chips.ops import NORMS, ElementsOnChips, PlacedOps
 from penstock_lab.chips.parts import Part, parts_of
-from penstock_lab.planner.placement import WEIGHT_BYTES
+from penstock_lab.planner.placement import ATTEND, LAYER, WEIGHT_BYTES, operation_of
 
 MakePart = Callable[[LinearSpec, Slot], Linear]
+BEFORE = {"o_proj": f"attention.{ATTEND}", "down_proj": "mlp.activation"}  # what computes the operand of a sum
 
 
 class PlacedLinear(Linear):
-    """x [M, K] -> the result of `like`, of which each chip computes some columns."""
+    """x [M, K] -> the result of `like`, of which each chip computes some columns.
 
-    def __init__(self, like: Linear, site: Site, parts: Sequence[tuple[Part, Linear]], name: str) -> None:
+    Attributes:
+        after: where the activation is computed, if it has chips of its own.
+    """
+
+    after: ElementsOnChips | None = None
+
+    def __init__(
+        self, like: Linear, site: Site, parts: Sequence[tuple[Part, Linear]], name: str, before: Site | None = None
+    ) -> None:
+        """before: the site that computes the operand."""
         super().__init__(like.ops, like.spec, like.out)
         self.name = name
-        self._site = site
+        self._site, self._before = site, before
         self._parts = parts
         self._works: dict[int, list[Work]] = {}  # by the number of tokens
         site.reserve(self._works_of(site.machine.placement.rows))
@@ -43,6 +63,8 @@ class PlacedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self._run(x)
+        if self.after is not None:
+            self.after.report(x.shape[0], self.spec.shape[0])
         out = self.out(x.shape[0])
         for part, layer in self._parts:
             result, start = layer(x), 0
@@ -110,6 +132,8 @@ class PlacedSum(PlacedLinear):
 
     def _lacking(self, part: Part, operand: int) -> int:
         """Subtract the share that the chip computed: chips with the same leaves share evenly."""
+        if self._before is None or self._before.chips != self._site.chips:
+            return operand
         together = sum(other.leaves == part.leaves for other, _ in self._parts)
         return operand - operand // together
 
@@ -159,11 +183,29 @@ class PlacedFactory(LayerFactory):
     def at(self, name: str) -> Self:
         """Make the factory of a submodule. For attention, its operations run on the chips of that layer."""
         made = LayerFactory.at(self, name)
-        site = made._site("qkv_proj")
+        if name.rpartition(".")[2].isdecimal() and (own := made._own("attention.add")) is not None:
+            added = ElementsOnChips(self.ops, own, "add", own.machine.model.hidden_size, ("add",))
+            return replace(made, ops=cast(Ops, added))
+        site = made._site_of(f"attention.{ATTEND}")
         if site is None or self.machine is None or f"{made.prefix}qkv_proj.weight" not in self.parameters:
             return made
-        placed = cast(PlacedOps, self.ops).on(site, self.machine.heads_of(site))
-        return replace(made, ops=cast(Ops, placed))
+        before = made._site_of("attention.rotary"), made._site("qkv_proj")
+        has_operands = all(other is not None and other.chips == site.chips for other in before)
+        placed: Any = cast(PlacedOps, self.ops).on(site, self.machine.heads_of(site), has_operands)
+        if (own := made._own("attention.rotary")) is not None:
+            columns = self.parameters[f"{made.prefix}qkv_proj.weight"].shape[0]
+            placed = ElementsOnChips(placed, own, "rotary", columns, ("rotary_qkv",))
+        return replace(made, ops=placed)
+
+    def rms_norm(self, name: str, eps: float, *, unit_offset: bool = False, factor: float = 1.0) -> RMSNorm:
+        made = self._norming(name)
+        return LayerFactory.rms_norm(made, name, eps, unit_offset=unit_offset, factor=factor)
+
+    def branch_norm(self, name: str, eps: float, *, unit_offset: bool = False) -> RMSNorm:
+        return LayerFactory.branch_norm(self._norming(name), name, eps, unit_offset=unit_offset)
+
+    def layer_norm(self, name: str, eps: float, *, unit_offset: bool = False, dtype: str | None = None) -> LayerNorm:
+        return LayerFactory.layer_norm(self._norming(name), name, eps, unit_offset=unit_offset, dtype=dtype)
 
     def linear(self, name: str, *, is_exact: bool = False) -> Linear:
         made = LayerFactory.linear(self, name, is_exact=is_exact)
@@ -197,6 +239,26 @@ class PlacedFactory(LayerFactory):
     def _site(self, name: str) -> Site | None:
         return None if self.machine is None else self.machine.site(f"{self.prefix}{name}.weight")
 
+    def _site_of(self, operation: str) -> Site | None:
+        """Find the site of an operation without weights, as "mlp.activation", of the layer that is being made."""
+        layer = LAYER.search(self.prefix)
+        if self.machine is None or layer is None:
+            return None
+        return self.machine.site_of(f"layers.{layer[1]}.{operation}")
+
+    def _own(self, operation: str) -> Site | None:
+        """Find the site of an operation of this layer, if it has chips of its own."""
+        site = self._site_of(operation)
+        return None if site is None or site.operation.name == site.branch else site
+
+    def _norming(self, name: str) -> Self:
+        """If a norm has chips of its own, make a factory whose operations report it to them."""
+        full = f"{self.prefix}{name}.weight"
+        own = self._own((operation_of(full) or "").removeprefix("layers.").partition(".")[2])
+        if own is None:
+            return self
+        return replace(self, ops=cast(Ops, ElementsOnChips(self.ops, own, name, self.parameters[full].shape[0], NORMS)))
+
     def _placed(self, name: str, like: Linear, make: MakePart) -> Linear:
         """Place a layer that computes `like` on the chips of its operation. `make` makes the layer of each part."""
         site = self._site(name)
@@ -209,8 +271,12 @@ class PlacedFactory(LayerFactory):
             width = part.shape[0] // 2 if packing.gated else part.shape[0]
             out = self.slot(f"{name} of {width}", (width,), str(like.out.dtype))
             parts.append((part, make(spec, out)))
-        kind = PlacedSum if parts[0][0].ends else PlacedLinear
-        return kind(like, site, parts, name)
+        if parts[0][0].ends:
+            return PlacedSum(like, site, parts, name, self._site_of(BEFORE.get(name, "")))
+        made, own = PlacedLinear(like, site, parts, name), self._own("mlp.activation")
+        if own is not None and isinstance(like, ActivatedLinear | GatedLinear):
+            made.after = ElementsOnChips(self.ops, own, "activation", like.spec.shape[0], ())
+        return made
 
 
 @dataclass(frozen=True, slots=True)

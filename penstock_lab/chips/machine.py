@@ -23,7 +23,7 @@ from penstock.spec.param_table import Parameter
 from penstock_lab.chips.device import COUNTED, Device, Work
 from penstock_lab.chips.parts import Heads, heads_of, parts_of, share
 from penstock_lab.planner.machines import Hardware
-from penstock_lab.planner.placement import RESIDENT, WEIGHT_BYTES, Operation, PlacementPlan, operation_of
+from penstock_lab.planner.placement import RESIDENT, WEIGHT_BYTES, Operation, PlacementPlan, branch_of, operation_of
 
 WEIGHTS = "bfloat16"  # the type of weights that a placement counts
 MICROSECONDS = 1e6
@@ -51,6 +51,7 @@ class Site:
         self.operation = operation
         self.epoch = epoch
         self.chips = operation.chips
+        self.branch = branch_of(operation.name)
         self.is_first = epoch == 0
         self.is_last = epoch == machine.num_epochs - 1
         self.is_layer = epoch < num_layers
@@ -103,7 +104,11 @@ class Machine:
 
     def site(self, parameter: str) -> Site | None:
         """Find the site of a parameter's operation; None if it is on the host."""
-        return self._sites.get(operation_of(parameter) or "")
+        return self.site_of(operation_of(parameter) or "")
+
+    def site_of(self, operation: str) -> Site | None:
+        """Find the site of an operation: its own, or that of its branch; None if it is on the host."""
+        return self._sites.get(operation) or self._sites.get(branch_of(operation))
 
     def heads_of(self, site: Site) -> list[Heads]:
         """Split a layer's attention. Raise InvalidRequestError if it cannot be split over these chips."""
@@ -156,19 +161,18 @@ class Machine:
         if site.epoch != self._epoch:
             self._leave()
             self._enter(site.epoch)
-        name = site.operation.name
-        if name not in self._clocks:
-            self._begin(site)
+        if site.branch not in self._clocks:
+            self._begin(site.branch)
         self._advance(site, what, works)
 
     def _advance(self, site: Site, what: str, works: Sequence[Work]) -> None:
-        name, longest = site.operation.name, 0.0
+        begin, longest = self._clocks[site.branch], 0.0
         for work in works:
             seconds = self._seconds_of(work)
-            self.spans.append(Span(work.chip, self._step, name, what, self._clocks[name], seconds, work))
+            self.spans.append(Span(work.chip, self._step, site.operation.name, what, begin, seconds, work))
             self.devices[work.chip].count(work, seconds)
             longest = max(longest, seconds)
-        self._clocks[name] += longest
+        self._clocks[site.branch] += longest
 
     def _seconds_of(self, work: Work) -> float:
         """Time a chip's work: reading and multiplying weights overlap, transfers over links do not."""
@@ -184,12 +188,13 @@ class Machine:
         self._epoch = index
         self._now = max(self._now, *(self.devices[chip].free_at for site in epoch for chip in site.chips))
 
-    def _begin(self, site: Site) -> None:
-        """Begin an operation: beside the epoch's other operations if its branches are parallel, else after them."""
+    def _begin(self, branch: str) -> None:
+        """Begin a branch: beside the epoch's other one if they are parallel, else after it."""
         begin = self._now if self._branches_together else max(self._clocks.values(), default=self._now)
-        self._clocks[site.operation.name] = begin
-        if any(site.norm_bytes.values()) and not self._is_resident:
-            self._advance(site, "norms", [Work(chip, size) for chip, size in site.norm_bytes.items()])
+        self._clocks[branch] = begin
+        for site in self._epochs[self._epoch or 0]:
+            if site.branch == branch and any(site.norm_bytes.values()) and not self._is_resident:
+                self._advance(site, "norms", [Work(chip, size) for chip, size in site.norm_bytes.items()])
 
     def _leave(self) -> None:
         """End the epoch: free what it held. The next epoch may begin when the slowest operation is done."""

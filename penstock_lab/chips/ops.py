@@ -4,7 +4,7 @@ more chips than such heads, of some users only. A block of the cache is a row: a
     16 chips, 8 key/value heads, 32 rows      chip 2h + j: head h of the rows 16j .. 16j + 15
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,10 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array, Int64, Tensor, as_array
 from penstock_lab.chips.device import Work
 from penstock_lab.chips.machine import Site
-from penstock_lab.chips.parts import Heads, Range
+from penstock_lab.chips.parts import Heads, Range, share
+from penstock_lab.planner.placement import WEIGHT_BYTES
+
+NORMS = ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm")
 
 
 class PlacedCache:
@@ -96,6 +99,37 @@ class OnInner:
         return getattr(self._inner, name)
 
 
+class ElementsOnChips(OnInner):
+    """A backend's operations, of which some element-wise ones are computed on chips of their own. Each chip receives an
+    even share of the columns; the weights of norms are read when their branch begins."""
+
+    def __init__(self, inner: Ops, site: Site, what: str, columns: int, names: Collection[str]) -> None:
+        """names: the operations. columns: of their operand."""
+        super().__init__(inner)
+        self._site, self._what, self._names = site, what, names
+        site.reserve(self._works(site.machine.placement.rows, columns))
+
+    def __getattr__(self, name: str) -> Any:
+        call = super().__getattr__(name)
+        if name not in self._names:
+            return call
+
+        def reported(x: Tensor, *args: Any, **options: Any) -> Any:
+            self.report(x.shape[0], int(np.prod(x.shape[1:])))
+            return call(x, *args, **options)
+
+        return reported
+
+    def report(self, tokens: int, columns: int) -> None:
+        """Record the chips' work for an operand [tokens, columns]."""
+        self._site.run(self._what, self._works(tokens, columns))
+
+    def _works(self, tokens: int, columns: int) -> list[Work]:
+        shares = [share(index, len(self._site.chips), columns) for index in range(len(self._site.chips))]
+        sizes = [WEIGHT_BYTES * tokens * (end - begin) for begin, end in shares]
+        return [Work(chip, received=size, buffers=2 * size) for chip, size in zip(self._site.chips, sizes, strict=True)]
+
+
 class PlacedOps(OnInner):
     """The operations of a model whose attention is on chips."""
 
@@ -103,9 +137,10 @@ class PlacedOps(OnInner):
         super().__init__(inner)
         self._shared = Shared()
 
-    def on(self, site: Site, heads: Sequence[Heads]) -> "AttentionOnChips":
-        """Bind the operations to one layer's attention, with each chip's part of it."""
-        return AttentionOnChips(self._inner, site, tuple(heads), self._shared)
+    def on(self, site: Site, heads: Sequence[Heads], has_operands: bool) -> "AttentionOnChips":
+        """Bind the operations to one layer's attention, with each chip's part of it. has_operands: the same chips
+        compute the queries, keys and values."""
+        return AttentionOnChips(self._inner, site, tuple(heads), self._shared, has_operands)
 
     def new_kv_cache(self, spec: CacheSpec) -> KVCache:
         return PlacedCache(spec)
@@ -125,15 +160,18 @@ class Shared:
     """The parts of a step that layers with the same split of attention share: each chip's rows, and its work."""
 
     meta: AttentionMetadata | None = None
-    by_heads: dict[tuple[Heads, ...], tuple[list[RowsOfStep], list[Work]]] = field(default_factory=dict)
+    by_heads: dict[tuple[tuple[Heads, ...], bool], tuple[list[RowsOfStep], list[Work]]] = field(default_factory=dict)
 
 
 class AttentionOnChips(OnInner):
     """The operations of one layer's attention. It reserves the buffers of every chip."""
 
-    def __init__(self, inner: Ops, site: Site, heads: tuple[Heads, ...], shared: Shared) -> None:
+    def __init__(
+        self, inner: Ops, site: Site, heads: tuple[Heads, ...], shared: Shared, has_operands: bool = True
+    ) -> None:
+        """has_operands: the same chips compute the queries, keys and values."""
         super().__init__(inner)
-        self._site = site
+        self._site, self._has_operands = site, has_operands
         self._heads = heads
         self._shared = shared
         self._params: dict[int, AttentionParams] = {}
@@ -188,15 +226,16 @@ class AttentionOnChips(OnInner):
         shared = self._shared
         if shared.meta is not meta:
             shared.meta, shared.by_heads = meta, {}
-        if self._heads not in shared.by_heads:
+        key = self._heads, self._has_operands
+        if key not in shared.by_heads:
             rows: dict[Range, RowsOfStep] = {}
             for item, part in zip(self._heads, cache.parts, strict=True):
                 if item.rows not in rows:
                     rows[item.rows] = self._planned(meta, item, part)
             steps = [rows[item.rows] for item in self._heads]
             works = [self._work(item, step, cache) for item, step in zip(self._heads, steps, strict=True)]
-            shared.by_heads[self._heads] = steps, works
-        return shared.by_heads[self._heads]
+            shared.by_heads[key] = steps, works
+        return shared.by_heads[key]
 
     def _planned(self, meta: AttentionMetadata, item: Heads, part: KVCache) -> RowsOfStep:
         step = RowsOfStep.of(meta, item.rows)
@@ -217,7 +256,7 @@ class AttentionOnChips(OnInner):
         return Work(
             item.chip,
             operations=4 * step.pairs * num_heads * self._dim,
-            received=taken - taken // together,
+            received=taken - taken // together if self._has_operands else taken,
             from_host=step.cached * cache.token_bytes(item.count),
             to_host=tokens * cache.token_bytes(item.count),
             buffers=self._buffers(item, tokens),

@@ -166,7 +166,7 @@ def _draw_placement(sheet: _Sheet, found: dict[str, Any]) -> None:
     sheet.bar(LEFT, sheet.y, ROOM, row * epochs, "rest")
     for item in areas:
         first, count = item["first_epoch"], item["last_epoch"] - item["first_epoch"] + 1
-        kind = "abc"[OPERATIONS.index(item["operation"])]
+        kind = "abc"[OPERATIONS.index(item["operation"].partition(".")[0])]
         for run in _runs(item["chips"]):
             title = f"{item['operation']}: epochs {first} to {item['last_epoch']}, chips {run[0]} to {run[-1]}"
             place = LEFT + column * run[0], sheet.y + row * first

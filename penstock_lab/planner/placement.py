@@ -4,6 +4,10 @@ Each layer is an epoch (Tenstorrent's Falcon-40B: 60 layers in 60 consecutive ep
 is the last epoch. In an epoch, a chip's SRAM holds its part of the layer's cache and either its part of the weights
 (`resident`) or a buffer that they pass through (`streamed`, from the chip's DRAM, which holds the weights of all
 epochs). `load_placement` reads a placement from a YAML file; docs/planning.md has its fields.
+
+    layers.3.attention, layers.3.mlp      the branches of a layer; the operations of a branch follow each other
+    layers.3.attention.o_proj             one operation: on its branch's chips, unless an override names it
+    lm_head, lm_head.2                    the head, and the piece of it that its third chip has
 """
 
 import fnmatch
@@ -26,6 +30,7 @@ LAYER = re.compile(r"\.(\d+)\.")
 FOLDER = Path(__file__).parent / "placements"
 RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 OPERATIONS = ("attention", "mlp", "lm_head")
+ATTEND = "attend"  # the operation that reads the cache
 MAX_CHIPS = 2**12  # each has a line in the plan
 MAX_TOKENS = 2**24
 COUNTS = {
@@ -47,7 +52,8 @@ class Placement:
         chips_of: the chips of "attention", "mlp" and "lm_head". Without "lm_head" the head is a NOP: hidden states are
             returned to the host.
         head_pad: number of tokens added to the vocabulary.
-        overrides: pattern of an operation's name ("layers.3.mlp") -> its chips; the last match counts.
+        overrides: pattern of a name ("layers.3.mlp", "layers.*.o_proj") -> its chips; the last match counts. A pattern
+            that matches a branch matches all of its operations.
     """
 
     rows: int
@@ -63,21 +69,37 @@ class Placement:
     overrides: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def where(self, name: str) -> tuple[int, ...]:
-        kind = name.rpartition(".")[2]
-        found = self.chips_of.get(kind, ())
+        """Find the chips of a branch, of one of its operations, of the head, or of a piece of it."""
+        branch = branch_of(name)
+        found = self.chips_of.get(branch.rpartition(".")[2], ())
         for pattern, chips in self.overrides:
-            if fnmatch.fnmatchcase(name, pattern):
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(branch, pattern):
                 found = chips
         return found
 
+    def head(self) -> tuple[int, ...]:
+        """Find the chip of each piece of the head. A piece that an override gives several chips has them all."""
+        chips = self.where("lm_head")
+        own = [self.where(f"lm_head.{piece}") for piece in range(len(chips))]
+        return tuple(at for piece, chip in enumerate(chips) for at in ((chip,) if own[piece] == chips else own[piece]))
+
 
 def operation_of(parameter: str) -> str | None:
-    """Find the operation to which a parameter belongs, by its name; None for the embedding and the final norm."""
+    """Find the operation to which a parameter belongs, by its name: "layers.3.mlp.up_proj" or "lm_head"; None for the
+    embedding and the final norm."""
     if parameter.startswith("lm_head."):
         return "lm_head"
     found = LAYER.search(parameter)
+    if found is None:
+        return None
     branch = "mlp" if ".mlp." in parameter else "attention"
-    return None if found is None else f"layers.{found[1]}.{branch}"
+    path = parameter[found.end() :].rpartition(".")[0]
+    return f"layers.{found[1]}.{branch}.{path.partition('.')[2] or path}"
+
+
+def branch_of(operation: str) -> str:
+    """Find the branch of an operation, as "layers.3.mlp", or "lm_head"."""
+    return ".".join(operation.split(".")[: 3 if operation.startswith("layers.") else 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +179,7 @@ class PlacementPlan:
         latest: dict[str, dict[str, Any]] = {}
         for index, epoch in enumerate(self.epochs):
             for operation in epoch:
-                kind, chips = operation.name.rpartition(".")[2], list(operation.chips)
+                kind, chips = operation.name.split(".", 2)[-1], list(operation.chips)
                 area = latest.get(kind)
                 if area is not None and area["chips"] == chips and area["last_epoch"] == index - 1:
                     area["last_epoch"] = index
@@ -187,38 +209,52 @@ class PlacementPlan:
 def plan_placement(model: ModelConfig, weights: Mapping[str, int], placement: Placement) -> PlacementPlan:
     """Divide the operations of a model into epochs.
 
-    weights: bytes of one layer's attention, of its mlp, of the padded head, and of what stays on the host (see
+    weights: bytes of each operation of a layer, of the padded head, and of what stays on the host (see
         `operation_bytes`).
     """
     element = ELEMENT_BYTES[placement.cache_type]
     key = placement.rows * placement.context * model.num_key_value_heads * model.head_dim * element
     epochs: list[tuple[Operation, ...]] = []
     for layer in range(model.num_hidden_layers):
-        name = f"layers.{layer}"
-        attention, mlp = placement.where(f"{name}.attention"), placement.where(f"{name}.mlp")
-        epochs.append(
-            (
-                Operation(f"{name}.attention", attention, weights["attention"], 2 * key),
-                Operation(f"{name}.mlp", mlp, weights["mlp"]),
-            )
-        )
-    if head := placement.where("lm_head"):
+        branches = (_operations(placement, f"layers.{layer}.{kind}", weights, 2 * key) for kind in OPERATIONS[:2])
+        epochs.append(tuple(operation for branch in branches for operation in branch))
+    if head := placement.head():
         epochs.append((Operation("lm_head", head, weights["lm_head"]),))
     known = tuple(tuple(operation for operation in epoch if operation.chips) for epoch in epochs)
-    problems = tuple(_problems(placement, epochs, known))
+    names = [f"layers.{layer}.{name}" for layer in range(model.num_hidden_layers) for name in weights if "." in name]
+    names += [f"lm_head.{piece}" for piece in range(len(placement.where("lm_head")))]
+    problems = (*_unmatched(placement, names), *_problems(placement, epochs, known))
     return PlacementPlan(placement, known, key, model.num_hidden_layers, problems, weights.get("host", 0))
+
+
+def _operations(placement: Placement, branch: str, weights: Mapping[str, int], cache: int) -> Iterator[Operation]:
+    """Yield a branch of a layer, without its operations on other chips, and then each of these. cache: bytes of the
+    layer's cache."""
+    kind, chips = branch.rpartition(".")[2], placement.where(branch)
+    held = {name.partition(".")[2]: size for name, size in weights.items() if name.startswith(f"{kind}.")}
+    where = {name: placement.where(f"{branch}.{name}") for name in held}
+    together = [name for name in held if where[name] == chips]
+    if together:
+        yield Operation(branch, chips, sum(held[name] for name in together), cache if ATTEND in together else 0)
+    for name, size in held.items():
+        if where[name] != chips:
+            yield Operation(f"{branch}.{name}", where[name], size, cache if name == ATTEND else 0)
+
+
+def _unmatched(placement: Placement, names: Sequence[str]) -> Iterator[str]:
+    """Yield the patterns that match no operation."""
+    for pattern, _ in placement.overrides:
+        if not any(fnmatch.fnmatchcase(text, pattern) for name in names for text in (name, branch_of(name))):
+            layer = sorted({name.split(".", 2)[2] for name in names if name.startswith("layers.")})
+            both = f"{branch_of(names[0])} to {branch_of(names[-1])}; in a layer {', '.join(layer)}"
+            yield f"overrides: the pattern {pattern} matches no operation; they are {both}"
 
 
 def _problems(
     placement: Placement, epochs: Sequence[tuple[Operation, ...]], known: tuple[tuple[Operation, ...], ...]
 ) -> Iterator[str]:
     """Yield why a placement is not possible: the first problem of each kind, with the operation and the chip."""
-    operations = [operation for epoch in epochs for operation in epoch]
-    for pattern, _ in placement.overrides:
-        if not any(fnmatch.fnmatchcase(operation.name, pattern) for operation in operations):
-            known_names = f"{operations[0].name} to {operations[-1].name}"
-            yield f"overrides: the pattern {pattern} matches no operation; they are {known_names}"
-    for operation in operations:
+    for operation in (operation for epoch in epochs for operation in epoch):
         if not operation.chips:
             yield f"{operation.name} is on no chip"
             break
@@ -226,12 +262,23 @@ def _problems(
             yield f"{operation.name}: there is no chip {high}, only 0 to {placement.chips - 1}"
             return
     for epoch in known:
-        counts = Counter(chip for operation in epoch for chip in operation.chips)
+        counts = Counter(chip for name in _branches(epoch).values() for chip in name)
         if shared := [chip for chip, count in counts.items() if count > 1]:
             names = [operation.name for operation in epoch if shared[0] in operation.chips]
             yield f"{' and '.join(names)} overlap on chip {shared[0]}"
             break
+    head, pieces = placement.head(), placement.where("lm_head")
+    if len(head) != len(pieces) or len(set(head)) < len(head):
+        yield f"lm_head: its {len(pieces)} pieces need a chip each, and no other's, not {', '.join(map(str, head))}"
     yield from _over_budget(placement, known)
+
+
+def _branches(epoch: Sequence[Operation]) -> dict[str, set[int]]:
+    """Collect the chips of each branch. Its operations follow each other, so they may share chips."""
+    found: dict[str, set[int]] = {}
+    for operation in epoch:
+        found.setdefault(branch_of(operation.name), set()).update(operation.chips)
+    return found
 
 
 def _over_budget(placement: Placement, epochs: tuple[tuple[Operation, ...], ...]) -> Iterator[str]:
@@ -275,12 +322,20 @@ def _sram_of(placement: Placement, epoch: Sequence[Operation]) -> dict[int, int]
 
 
 def operation_bytes(model: ModelConfig, shapes: Mapping[str, tuple[tuple[int, ...], ...]], pad: int) -> dict[str, int]:
-    """Count the bytes of a layer's attention and mlp in bfloat16, of the head with `pad` more tokens, and of what stays
-    on the host.
+    """Count the bytes of each operation of a layer in bfloat16, of the head with `pad` more tokens, and of what stays
+    on the host. Attention over the cache, rotation, activation and the sum of parallel branches have no weights.
 
-    shapes: the shapes of the parameters of layer 0, by operation, and of the "host".
+    shapes: the shapes of the parameters of layer 0, by operation ("mlp.up_proj"), and of the "host".
     """
-    found = {name: WEIGHT_BYTES * sum(_size(shape) for shape in own) for name, own in shapes.items()}
+    has_activation = not model.num_experts and model.hidden_act != "xielu"  # xIELU has weights of its own
+    own = {
+        f"attention.{ATTEND}": True,
+        "attention.rotary": model.rope is not None,
+        "mlp.activation": has_activation,
+        "attention.add": model.num_parallel_norms > 0,
+    }
+    found = {name: 0 for name, there in own.items() if there}
+    found |= {name: WEIGHT_BYTES * sum(_size(shape) for shape in held) for name, held in shapes.items()}
     return found | {"lm_head": WEIGHT_BYTES * (model.vocab_size + pad) * model.hidden_size}
 
 

@@ -159,14 +159,13 @@ class NoLinks:
 
 
 def layer_shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Group the shapes of the first layer's parameters by the branch that they belong to. "host": what belongs to no
-    operation."""
-    found: dict[str, list[tuple[int, ...]]] = {"attention": [], "mlp": [], "host": []}
+    """Group the shapes of the first layer's parameters by the operation that they belong to, as "mlp.up_proj". "host":
+    what belongs to none."""
+    found: dict[str, list[tuple[int, ...]]] = {"host": []}
     for name, parameter in parameters.items():
-        operation = operation_of(name)
-        layer, _, branch = (operation or "layers.0.host").rpartition(".")
-        if layer == "layers.0":
-            found[branch].append(parameter.shape)
+        operation = operation_of(name) or "layers.0.host"
+        if operation.startswith("layers.0."):
+            found.setdefault(operation.removeprefix("layers.0."), []).append(parameter.shape)
     return {name: tuple(shapes) for name, shapes in found.items()}
 
 

@@ -49,7 +49,7 @@ class Source(Protocol):
         """Count the bytes of the model, or of a rank's part of it, or of a stage with some layers."""
 
     def layer_shapes(self) -> Mapping[str, tuple[tuple[int, ...], ...]]:
-        """List the shapes of the first layer's parameters for "attention" and "mlp"."""
+        """List the shapes of the first layer's parameters by operation ("mlp.up_proj"), and of the "host"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,14 @@ def test_falcons_placement_equals_the_plain_run(tmp_path: Path, capsys: pytest.C
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "40B, head left out": (FALCON, {"chips_of": {"attention": chips(0, 16), "mlp": chips(16, 8)}}),
     "40B, overrides": (FALCON, {"overrides": (("layers.1.mlp", chips(20, 4)), ("layers.0.attention", chips(0, 4)))}),
+    "40B, each operation by itself": (FALCON, {"overrides": (
+        ("*.ln_attn", (0,)), ("*.ln_mlp", (1,)), ("*.qkv_proj", chips(2, 4)), ("*.rotary", chips(6, 3)),
+        ("*.attend", chips(8, 4)), ("*.o_proj", chips(2, 3)), ("layers.1.attention.add", (15,)),
+        ("*.up_proj", chips(16, 3)), ("*.activation", chips(19, 2)), ("*.down_proj", chips(16, 8)), ("lm_head.1", (5,)),
+    )}),
+    "Llama, operations by themselves": (LLAMA, {"overrides": (
+        ("*.post_attention_layernorm", (31,)), ("*.activation", (29, 30)), ("*.attend", (0, 1)), ("*.qkv_proj", (3,)),
+    ), "chips_of": {"attention": chips(0, 4), "mlp": chips(4, 12)}}),
     "7B, a head over 4 chips": (
         SEVEN_B, {"chips_of": {"attention": chips(0, 4), "mlp": chips(4, 3), "lm_head": chips(7, 5)}, "head_pad": 0}
     ),
@@ -113,15 +121,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.covers("F24", "F25", "F29", "F30")
 @pytest.mark.parametrize("name", CASES)
 def test_any_placement_equals_the_plain_run(tmp_path: Path, name: str) -> None:
-    """Guards against parts of an uneven split, biases added twice, slopes of other heads, and a head on the host."""
+    """Guards against parts of an uneven split, biases added twice, slopes of other heads, a head on the host, and an
+    operation with chips of its own that is computed on others, or on none."""
     model, changes = CASES[name]
     made = trial(tmp_path, model, **changes)
     figures, machine = run_placement(made)
     assert figures["equal"]
     plan = made.plan
-    assert [device.dram.peak + device.sram.peak > 0 for device in machine.devices] == [
-        bool(held) for held in plan.dram().values()
-    ]
+    operations = [item for epoch in plan.epochs for item in epoch if item.weight_bytes or item.name.count(".") == 3]
+    assert {device.chip for device in machine.devices if device.dram.peak + device.sram.peak} == {
+        chip for operation in operations for chip in operation.chips
+    }
+    assert {(item.name, item.chips) for item in operations} == {  # all work on their chips, also those without weights
+        (name, tuple(dict.fromkeys(span.chip for span in machine.spans if span.operation == name)))
+        for name in {span.operation for span in machine.spans}
+    }
     if made.placement.weights == "streamed":
         assert figures["streamed"] == figures["steps"] * plan.streamed_bytes
         assert sum(device.dram.peak for device in machine.devices) == plan.streamed_bytes
@@ -129,6 +143,28 @@ def test_any_placement_equals_the_plain_run(tmp_path: Path, name: str) -> None:
         assert figures["streamed"] == 0
     if "lm_head" not in made.placement.chips_of:
         assert figures["epochs"] == 2
+
+
+@pytest.mark.covers("F30")
+def test_an_operation_on_chips_of_its_own_receives_its_operand(tmp_path: Path) -> None:
+    """Guards against operands that are moved between chips for nothing: on the chips of its branch, each of 8 has what
+    it needs of the attention's input and of the sums."""
+    own = {
+        "ln_mlp": (chips(16, 1), 64), "rotary": (chips(17, 2), 128), "attend": (chips(19, 4), 2 * 16 * 4 * 2),
+        "o_proj": (chips(23, 2), 64), "add": (chips(25, 1), 64), "activation": (chips(26, 2), 256),
+        "down_proj": (chips(28, 4), 256),
+    }  # fmt: skip
+    chips_of, found = {"attention": chips(0, 8), "mlp": chips(8, 8)}, []
+    for overrides in ((), tuple((f"layers.1.*.{name}", where) for name, (where, _) in own.items())):
+        _, machine = run_placement(trial(tmp_path, FALCON, chips_of=chips_of, overrides=overrides))
+        sums: dict[str, int] = {}
+        for span in machine.spans:
+            if span.operation.startswith("layers.1") and span.what not in ("norms", "qkv_proj", "up_proj"):
+                sums[span.what] = sums.get(span.what, 0) + span.work.received
+        found.append({name: size for name, size in sums.items() if size})
+    tokens = 2 + 3 + 4 + 2 + 4 * 2  # of four prompts, and two steps with a token of each
+    own["attention"] = own.pop("attend")
+    assert found == [{}, {name: 2 * tokens * size for name, (_, size) in own.items()}]
 
 
 @pytest.mark.covers("M21", "F28")

@@ -1,6 +1,7 @@
 """Placements on chips, and the budgets of an attention operator: the numbers of the documents that they come from."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,10 @@ FALCON_40B = FALCON | {
     "max_position_embeddings": 2048,
 }  # fmt: skip
 MODEL = parse_model_config(FALCON_40B)
-SHAPES = {"attention": ((9216, 8192), (8192, 8192)), "mlp": ((32768, 8192), (8192, 32768))}
+SHAPES = {
+    "attention.qkv_proj": ((9216, 8192),), "attention.o_proj": ((8192, 8192),), "mlp.up_proj": ((32768, 8192),),
+    "mlp.down_proj": ((8192, 32768),),
+}  # fmt: skip
 
 
 def falcon(**changes: Any) -> PlacementPlan:
@@ -124,6 +128,39 @@ def test_overrides_overlaps_and_a_head_that_is_left_out() -> None:
     assert falcon().epochs[-1][0].weight_bytes == 2 * 8192 * 65536  # 65024 tokens and 512 more
     nowhere = falcon(chips_of={"attention": tuple(range(16)), "mlp": ()})
     assert nowhere.problems[0] == "layers.0.mlp is on no chip"
+
+
+@pytest.mark.covers("F30")
+def test_any_operation_is_placed_by_a_pattern() -> None:
+    """Guards against an operation that stays on its branch's chips, whose weights are counted on both or on neither,
+    and against a pattern that matches nothing and is ignored."""
+    moved = falcon(overrides=(
+        ("layers.*.attend", (0, 1)), ("layers.[5-9].mlp.down_proj", (16, 17)), ("*.rotary", (2,)), ("lm_head.3", (9,)),
+    ))  # fmt: skip
+    assert not moved.problems
+    assert [(item.name, item.chips, item.weight_bytes, item.cache_bytes // MIB) for item in moved.epochs[7]] == [
+        ("layers.7.attention", tuple(range(16)), 2 * (9216 + 8192) * 8192, 0),
+        ("layers.7.attention.attend", (0, 1), 0, 128), ("layers.7.attention.rotary", (2,), 0, 0),
+        ("layers.7.mlp", tuple(range(16, 24)), 2 * 32768 * 8192, 0),
+        ("layers.7.mlp.down_proj", (16, 17), 2 * 32768 * 8192, 0),
+    ]  # fmt: skip
+    assert moved.epochs[60][0].chips == (24, 25, 26, 9, 28, 29, 30, 31)
+    assert moved.weight_bytes == falcon().weight_bytes
+    assert ("mlp.down_proj", 5, 9) in [
+        (item["operation"], item["first_epoch"], item["last_epoch"]) for item in moved.figures()["areas"]
+    ]
+    assert falcon(overrides=(("*.up_proj", (3,)), ("layers.*.mlp", (16,)))).epochs[0][1].chips == (16,)
+    for pattern, chips, problem in (
+        (
+            "layers.*.wq",
+            (0,),
+            r"layers\.\*\.wq matches no operation; they are .*; in a layer attention\.add, .*mlp\.up_",
+        ),
+        ("layers.2.mlp.up_proj", (3,), "layers.2.attention and layers.2.mlp.up_proj overlap on chip 3"),
+        ("lm_head.3", (24,), "lm_head: its 8 pieces need a chip each"),
+        ("*.down_proj", (40,), "layers.0.mlp.down_proj: there is no chip 40"),
+    ):
+        assert re.search(problem, falcon(overrides=((pattern, chips),)).problems[0])
 
 
 @pytest.mark.covers("F30")
