@@ -111,6 +111,8 @@ class FakeOps:
 def adjusted(logits: Tensor, params: SamplingTensors) -> list[list[float]]:
     """logits [M, V] after mask, bias and penalties, as `kernels/sampling.py` orders them, with loops."""
     rows: list[list[float]] = logits.tolist()
+    for m, bits in [] if params.allowed is None else zip(*(part.tolist() for part in params.allowed), strict=True):
+        rows[m] = [x if bits[v // 32] >> v % 32 & 1 else -math.inf for v, x in enumerate(rows[m])]
     for m, v in [] if params.masked is None else params.masked.tolist():
         rows[m][v] = -math.inf
     if params.bias is not None:

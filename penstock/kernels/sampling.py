@@ -1,10 +1,11 @@
 """SamplingTensors: the sampling parameters of one step's rows, as arrays that a kernel can read; TokenScores: their
 log-probabilities; and the arithmetic of both that is Python: `adjust` and `philox4x32` compute with numpy's arrays and
-torch's tensors alike, and `score_tokens` with numpy's.
+torch's tensors alike, `score_tokens`, `pack_bits` and `hide` with numpy's.
 
 A backend applies the parameters in this fixed order, which is also vLLM's:
 
     log-probabilities are taken first, from the raw logits
+    form           ids that a row's form does not allow (structured outputs)  -> -inf
     mask           ids that may not be chosen (min_tokens, bad words)         -> -inf
     bias           logit_bias is added
     penalties      repetition, then frequency, then presence
@@ -25,7 +26,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from penstock.kernels.tensors import Array, Int64, Tensor
+from penstock.kernels.tensors import INT32, Array, Bools, Float32, Int32, Int64, Tensor
 
 Word: TypeAlias = Any  # an int or an int64 tensor
 Words: TypeAlias = tuple[Word, Word, Word, Word]
@@ -46,6 +47,8 @@ class SamplingTensors:
         temperature: [M] float32; 0 is greedy.
         top_k: [M] int64, V where off.    top_p: [M] float32, 1 where off.    min_p: [M] float32, 0 where off.
         noise_key: [M, 3] int64: seed as unsigned 64 bits in two's complement, choice index, output position.
+        allowed: different rows [R] int64, and bitmaps [R, V / 32, rounded up] int32, as `pack_bits` makes them, of the
+            ids that may be chosen there. `choose` may change the logits of these rows.
         masked: [P, 2] int64 pairs (row, id) that may not be chosen.
         bias: pairs [P, 2] int64 and their values [P] float32.
         repetition: penalty [M] float32, and the distinct pairs (row, id) seen in prompt or output, [P, 2] int64.
@@ -58,6 +61,7 @@ class SamplingTensors:
     top_p: Tensor | None = None
     min_p: Tensor | None = None
     noise_key: Tensor | None = None
+    allowed: tuple[Tensor, Tensor] | None = None
     masked: Tensor | None = None
     bias: tuple[Tensor, Tensor] | None = None
     repetition: tuple[Tensor, Tensor] | None = None
@@ -99,6 +103,20 @@ def _top_ids(logprobs: Array, count: int) -> Int64:
         best = found[np.argsort(-values[found], kind="stable")[:count]]
         ids[row, : len(best)] = best
     return ids
+
+
+def pack_bits(allowed: Bools) -> Int32:
+    """Pack the bits of ids [V] into words [V / 32, rounded up]: that of an id is bit id % 32 of word id // 32."""
+    bits = np.packbits(allowed, bitorder="little")
+    return np.pad(bits, (0, -len(bits) % INT32.itemsize)).view(INT32)
+
+
+def hide(logits: Float32, bits: Int32) -> None:
+    """Set the logits [V] of ids whose bits are 0 to -inf, without a branch per id."""
+    most = np.unpackbits(bits.view(np.uint8), count=len(logits), bitorder="little").astype(np.float32)
+    most -= np.float32(0.5)
+    most *= np.float32(np.inf)
+    np.minimum(logits, most, out=logits)
 
 
 def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:

@@ -1,7 +1,7 @@
 """Sampler: from the logits of a step to one token per row, and the log-probabilities that were asked for.
 
-    rows on the host:   custom processors -> forms (structured.py) -> warped (logits.py), if no kernel can adjust them
-    all rows:           choose, token_scores
+    rows on the host:   custom processors -> form -> warped (logits.py), if no kernel can adjust them
+    all rows:           choose, with the forms of the other rows as bitmaps (structured.py); token_scores
 
 Rows that are not finite, or in which no token may be chosen, get an error; the others are sampled all the same.
 Log-probabilities are of the raw distribution, before all of this. The backend does the arithmetic (`ops.choose`,
@@ -21,8 +21,8 @@ import numpy as np
 from penstock.interface.plugins import PROCESSORS, TimeLimitError, call_limited, takes_ids
 from penstock.interface.step import SamplerState, TokenLogprobs
 from penstock.kernels.ops import Ops
-from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, adjust, score_tokens
-from penstock.kernels.tensors import Array, Bools, Float32, Int64, Tensor, as_array, as_torch
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, adjust, hide, score_tokens
+from penstock.kernels.tensors import Array, Bools, Float32, Int32, Int64, Tensor, as_array, as_torch
 from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.logits import AdjustedRow, Draw, HostRow, adjusted_pairs, next_state
 from penstock.runner.structured import StructuredRows
@@ -79,6 +79,7 @@ class Draws:
     Attributes:
         raw: the logits of the rows that ask for log-probabilities; None if no row asks.
         adjusted: the rows with adjustments, if the parameters of the kernels must be collected anew.
+        forms: (row, offset) of the rows with a form, by index. What it allows is found while the model computes.
         on_host: indices of the rows that the host changes before a token of any row is chosen.
         fetch: waits for the ids and the health of the rows, and for the scores of those that ask for any.
     """
@@ -88,6 +89,7 @@ class Draws:
     cached: _Cached
     raw: Tensor | None
     adjusted: list[AdjustedRow]
+    forms: dict[int, tuple[int, int]]
     on_host: list[int]
     fetch: Callable[[], list[Array]] | None = None
 
@@ -98,12 +100,14 @@ class _HostWork:
 
     Attributes:
         changed: the indices of the rows, which were healthy.
+        masks: bitmaps of the ids that forms allow in the other rows, by index.
         warped: the logits [V] of rows that are ready for the draw, by index.
         hidden: the tokens with which a beam may not continue, [V] bool, by index.
         errors: messages by index.
     """
 
     changed: set[int] = field(default_factory=set)
+    masks: dict[int, Int32] = field(default_factory=dict)
     warped: dict[int, Float32] = field(default_factory=dict)
     hidden: dict[int, Bools] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -123,13 +127,16 @@ class Sampler:
         assert logits.shape[0] == len(positions.rows), "one row of logits per position"
         cached, raw = self._cached_for(positions.rows, logits.shape[1]), None
         adjusted = adjusted_rows(self._batch, positions) if cached.params is None else []
-        on_host = self._rows_on_host(positions, adjusted)
+        by_row = self._structured.by_row
+        forms = {index: at for index, at in positions if at[0] in by_row} if by_row else {}
+        on_host = self._rows_on_host(positions, adjusted, forms)
+        is_ready = not (on_host or forms)
         if cached.asked.size:
-            is_whole = len(cached.asked) == len(positions.rows) and not on_host
+            is_whole = len(cached.asked) == len(positions.rows) and is_ready
             raw = logits if is_whole else logits[self._ops.tensor(cached.asked)]
-        draws = Draws(logits, positions, cached, raw, adjusted, on_host)
-        if not on_host:
-            self._choose(draws, ())
+        draws = Draws(logits, positions, cached, raw, adjusted, forms, on_host)
+        if is_ready:
+            self._choose(draws, _HostWork())
         return draws
 
     def finish(self, draws: Draws, failed: Bools | None) -> tuple[Sampled, dict[int, str]]:
@@ -137,7 +144,13 @@ class Sampler:
 
         failed: [M], rows whose sequence has an error already; None if no row has. The host leaves them as they are.
         """
-        work = self._work_on_host(draws, failed) if draws.on_host else _HostWork()
+        work = _HostWork()
+        if draws.fetch is None:
+            if draws.forms:
+                work.masks, work.errors = self._structured.masks(draws.forms)
+            if draws.on_host:
+                self._work_on_host(draws, failed, work)
+            self._choose(draws, work)
         assert draws.fetch is not None, "the tokens were chosen"
         token_ids, healthy, *scores = draws.fetch()
         rows, asked, errors = draws.positions.rows, draws.cached.asked, work.errors
@@ -155,36 +168,41 @@ class Sampler:
         states = _next_states(self._batch, rows, work.warped, token_ids) if work.warped else {}
         return Sampled(token_ids, logprobs, states), errors
 
-    def _rows_on_host(self, positions: Positions, adjusted: list[AdjustedRow]) -> list[int]:
-        """List the rows that need what no kernel does: a custom processor, a form, or an option that warps."""
+    def _rows_on_host(
+        self, positions: Positions, adjusted: list[AdjustedRow], forms: Mapping[int, tuple[int, int]]
+    ) -> list[int]:
+        """List the rows that need what no kernel does: a custom processor, an option that warps, or a beam's form."""
         found = {row.place for row in adjusted if row.item.warps(row.history)}
-        custom, forms = self._batch.sampling.custom_processors, self._structured.by_row
-        if custom or forms:
-            found |= {index for index, (row, _) in positions if row in custom or row in forms}
+        if custom := self._batch.sampling.custom_processors:
+            found |= {index for index, (row, _) in positions if row in custom}
+        found |= {index for index, (row, _) in forms.items() if self._batch.sampling.searches[row]}
         return sorted(found)
 
-    def _work_on_host(self, draws: Draws, failed: Bools | None) -> _HostWork:
-        """Take the rows that the host changes to the host, put them back, and choose the tokens of all rows."""
+    def _work_on_host(self, draws: Draws, failed: Bools | None, work: _HostWork) -> None:
+        """Take the rows that the host changes to the host, and put them back."""
         batch, at = self._batch, self._ops.tensor(np.array(draws.on_host))
         values = as_array(draws.logits[at])  # a copy
         usable = np.isfinite(values.max(axis=1)) & (True if failed is None else ~failed[draws.on_host])
         places = list(draws.positions)
         rows = {n: HostRow(*places[draws.on_host[n]], values[n]) for n in np.flatnonzero(usable).tolist()}
-        work, items = _HostWork({row.place for row in rows.values()}), list(rows.values())
-        unfit = apply_custom_processors(items, batch)
-        work.errors = (self._structured.apply(items) if self._structured.by_row else {}) | unfit
+        work.changed, items = {row.place for row in rows.values()}, list(rows.values())
+        work.errors |= apply_custom_processors(items, batch)
         asked = set(draws.cached.asked.tolist())
         for row in items:
+            if row.place in work.masks:
+                hide(row.logits, work.masks.pop(row.place))
             if row.place in asked and batch.sampling.searches[row.at[0]]:
                 work.hidden[row.place] = np.isneginf(row.logits)
         work.warped = warp_rows(values, rows, draws.adjusted, batch)
         draws.logits[at] = self._ops.tensor(values)
-        self._choose(draws, work.warped)
-        return work
 
-    def _choose(self, draws: Draws, warped: Collection[int]) -> None:
+    def _choose(self, draws: Draws, work: _HostWork) -> None:
         """Choose the tokens of all rows, and score those that ask for it. Do not wait for the results."""
-        ids, healthy = self._ops.choose(draws.logits, self._params(draws, warped))
+        params, tensor = self._params(draws, work.warped), self._ops.tensor
+        if work.masks:
+            bits = np.stack([*work.masks.values()])
+            params = replace(params, allowed=(tensor(np.array([*work.masks])), tensor(bits)))
+        ids, healthy = self._ops.choose(draws.logits, params)
         results, cached = [ids, healthy], draws.cached
         if draws.raw is not None:
             of_asked = ids if len(cached.asked) == len(ids) else ids[self._ops.tensor(cached.asked)]

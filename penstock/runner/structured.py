@@ -1,7 +1,7 @@
 """Structured outputs in a step: the tokens that the requests' forms allow, found in a thread while the model computes.
 
     begin   every row with a form: follow the answer so far (and its drafts), find what may come next   in a thread
-    apply   logits of what may not come next -> -inf                                                    after the model
+    masks   what may come next, as bitmaps for the backend                                              after the model
     forced  tokens that the form dictates; they become outputs without another step
 
 If a form cannot be followed any further, its request fails. Matchers (tokenizer/grammars.py) follow the history of a
@@ -11,7 +11,7 @@ the thread; the limit is processor time, so a thread that waits for a core does 
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -22,9 +22,10 @@ from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import NewRequest
 from penstock.interface.structured_outputs import FIELD, StructuredOutputsParams
-from penstock.kernels.tensors import Array, Bools, Int64
+from penstock.kernels.sampling import pack_bits
+from penstock.kernels.tensors import Bools, Int32
 from penstock.runner.input_batch import InputBatch, PackedStep
-from penstock.runner.logits import OPTIONS, HostRow, is_on
+from penstock.runner.logits import OPTIONS, is_on
 
 LIMIT_S = 1.0  # processor time after the model's pass to find one row's allowed tokens; all requests wait meanwhile
 MAX_FORCED = 64  # maximum number of tokens forced at once
@@ -52,33 +53,6 @@ class Forms(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Mask:
-    """The tokens allowed at one position. Most forms allow few tokens or nearly all, so the smaller set is listed.
-
-    Attributes:
-        are_allowed: whether token_ids lists the allowed tokens; else it lists those that are not allowed.
-    """
-
-    token_ids: Int64
-    are_allowed: bool
-
-    @classmethod
-    def of(cls, allowed: Bools) -> "_Mask":
-        if 2 * np.count_nonzero(allowed) > len(allowed):
-            return cls(np.flatnonzero(~allowed), False)
-        return cls(np.flatnonzero(allowed), True)
-
-    def apply(self, logits: Array) -> None:
-        """Set the logits [V] of tokens that are not allowed to -inf."""
-        if not self.are_allowed:
-            logits[self.token_ids] = -np.inf
-            return
-        kept = logits[self.token_ids]
-        logits.fill(-np.inf)
-        logits[self.token_ids] = kept
-
-
-@dataclass(slots=True, eq=False)
 class _FormRequest:
     """A request with a form.
 
@@ -87,8 +61,8 @@ class _FormRequest:
         matcher: None before the first step, and after the form could not be followed.
         output_ids, count: for the step asked for last: the outputs including its drafts, and the number of sampled
             positions.
-        masks: the mask of each of these positions. None, after a draft that is not allowed or ends the answer, masks
-            nothing: what is sampled there is dropped.
+        masks: bitmaps (pack_bits) of these positions. Those after a draft that is not allowed or ends the answer have
+            none: what is sampled there is dropped.
     """
 
     row: int
@@ -98,7 +72,7 @@ class _FormRequest:
     matcher: Matcher | None = None
     output_ids: list[int] = field(default_factory=list)
     count: int = 0
-    masks: list[_Mask | None] = field(default_factory=list)
+    masks: list[Int32] = field(default_factory=list)
     error: str | None = None
 
 
@@ -145,7 +119,7 @@ class StructuredRows:
         except (ValueError, InvalidRequestError) as error:
             item.error, item.matcher = str(error).removeprefix(f"{FIELD}: "), None
 
-    def _masks(self, item: _FormRequest) -> list[_Mask | None]:
+    def _masks(self, item: _FormRequest) -> list[Int32]:
         """Compute the mask after the answer without its drafts (the last `count - 1` tokens), and after each draft.
 
         Raises:
@@ -156,31 +130,33 @@ class StructuredRows:
             item.matcher = self._forms.start(form)
         if item.matcher is None:
             raise ValueError("it needs a tokenizer, and the model has none")
-        found = list[_Mask | None]()
+        found = list[Int32]()
         for place in range(len(output_ids) - item.count + 1, len(output_ids) + 1):
             item.matcher.follow(output_ids[:place])
             allowed = _at_length(item, item.matcher, item.matcher.allowed(), place)
-            found.append(_Mask.of(allowed))
+            found.append(pack_bits(allowed))
             draft = output_ids[place] if place < len(output_ids) else None
             if draft is not None and (not allowed[draft] or draft in item.matcher.end_ids):
                 break
-        return found + [None] * (item.count - len(found))
+        return found
 
-    def apply(self, rows: Sequence[HostRow]) -> dict[int, str]:
-        """Mask the logits of those of these rows that have a form. Return error messages by index."""
-        asked, errors = [row for row in rows if row.at[0] in self.by_row], dict[int, str]()
-        for late in self._worker.wait(LIMIT_S) if asked else ():
+    def masks(self, places: Mapping[int, tuple[int, int]]) -> tuple[dict[int, Int32], dict[int, str]]:
+        """Return what may come next as bitmaps (pack_bits), and error messages, both by index.
+
+        places: (row, offset) of rows with a form, by index.
+        """
+        masks, errors = dict[int, Int32](), dict[int, str]()
+        for late in self._worker.wait(LIMIT_S):
             late.error = f"the tokens that may come next were not found within {LIMIT_S:g} s; the form is too complex"
             late.matcher = None
-        for index, (row, offset), logits in asked:
+        for index, (row, offset) in places.items():
             item = self.by_row[row]
             assert offset < item.count, "the masks were found for this step"
-            mask = item.masks[offset] if offset < len(item.masks) else None
             if item.error is not None:
                 errors[index] = f"{FIELD}: {item.error}"
-            elif mask is not None:
-                mask.apply(logits)
-        return errors
+            elif offset < len(item.masks):
+                masks[index] = item.masks[offset]
+        return masks, errors
 
     def forced(self, row: int) -> list[int]:
         """Find the tokens that must follow a row's history, which ends with tokens sampled in this step.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from penstock.kernels.metadata import Heads, RotaryParams, RouterParams
 from penstock.kernels.ops import Ops, Packing, TensorRows, XieluCurve
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ACTIVATIONS
-from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, pack_bits
 from penstock.kernels.scheme import SLICES, Scheme
 from tests.kernels.packed import levels
 
@@ -541,6 +542,12 @@ def test_choose_reads_every_field(pair: tuple[CpuOps, ReferenceOps]) -> None:
         found, expected = both(pair, lambda ops, params=params: ops.choose(logits, params)[0])
         assert torch.equal(found, expected)
     assert torch.equal(logits, before)
+    bits = np.stack([pack_bits(row.numpy() > 0.5) for row in draw(2, VOCAB)])
+    allowed = torch.tensor([2, 0]), torch.from_numpy(bits)
+    for params in (replace(NOTHING, allowed=allowed), replace(full, allowed=allowed)):
+        found, expected = both(pair, lambda ops, params=params: ops.choose(logits.clone(), params)[0])
+        assert torch.equal(found, expected)
+    assert not torch.equal(found, pair[0].choose(logits, full)[0])
 
 
 def test_choose_refuses_what_would_write_elsewhere(pair: tuple[CpuOps, ReferenceOps]) -> None:
@@ -552,6 +559,8 @@ def test_choose_refuses_what_would_write_elsewhere(pair: tuple[CpuOps, Reference
     for name in ("temperature", "top_k", "top_p", "min_p", "noise_key", "masked"):
         with pytest.raises(ValueError, match=name):
             pair[0].choose(logits, replace(full, **{name: torch.zeros(T + 1)}))
+    with pytest.raises(ValueError, match="allowed"):
+        pair[0].choose(logits, replace(full, allowed=(torch.tensor([0]), torch.zeros(1, 1, dtype=torch.int32))))
     for name in ("bias", "repetition", "counts"):
         for index, part in enumerate(getattr(full, name)):
             wrong = list(getattr(full, name))

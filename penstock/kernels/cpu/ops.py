@@ -62,7 +62,7 @@ from penstock.kernels.metadata import (
     own,
 )
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
-from penstock.kernels.sampling import SamplingTensors, TokenScores, score_tokens
+from penstock.kernels.sampling import SamplingTensors, TokenScores, hide, score_tokens
 from penstock.kernels.tensors import (
     BFLOAT16,
     BOOL,
@@ -689,6 +689,12 @@ class CpuOps(NativeCalls):
             self._filled = params, shape
         ids, healthy = np.empty(rows, INT64), np.empty(rows, BOOL)
         self._call("penstock_finite_rows", (), at, rows, vocab_size, address_of(healthy))
+        if params.allowed is not None:
+            allowed_rows, bits = map(as_array, params.allowed)
+            address(bits, (len(allowed_rows), -(-vocab_size // 32)), INT32, "allowed")
+            values = as_array(logits)
+            for row, own in zip(allowed_rows, bits, strict=True):
+                hide(values[row], own)
         self._call("penstock_sample", (), at, rows, vocab_size, ctypes.addressof(self._sampling), address_of(ids))
         return self.tensor(ids), self.tensor(healthy)
 

@@ -10,7 +10,13 @@ NEVER = float("-inf")
 
 def sample(logits: Tensor, params: SamplingTensors) -> Tensor:
     """Choose one id per row of logits [M, V] float32: [M] int64; NO_TOKEN where no id may be chosen."""
-    logits = adjust(logits.clone(), params)
+    logits = logits.clone()
+    if params.allowed is not None:
+        allowed_rows, bits = params.allowed
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        is_hidden = (bits[:, ids // 32] >> ids % 32) & 1 == 0
+        logits[allowed_rows] = logits[allowed_rows].masked_fill(is_hidden, NEVER)
+    logits = adjust(logits, params)
     chosen = logits.argmax(dim=-1)  # the first on a tie
     nothing_left = logits.gather(-1, chosen[:, None])[:, 0] == NEVER
     if params.noise_key is not None:

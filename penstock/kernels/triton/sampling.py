@@ -1,5 +1,6 @@
 """From logits to ids, and to log-probabilities, in the order of kernels/sampling.py.
 
+`hide`: a program owns BLOCK ids of a row with a bitmap, and sets the logits of those whose bits are 0 to -inf.
 `adjust_pairs`: a program owns BLOCK pairs (row, id), and changes their logits: mask, bias or penalties.
 `cut_row`: a program owns a row: it finds the last id that min_p, top_k and top_p keep.
 `pick_part`: a program owns BLOCK ids of a row, and finds the best of them, with noise; and whether they are healthy.
@@ -29,6 +30,14 @@ NONE = tl.constexpr(NO_TOKEN)
 A0, A1 = (tl.constexpr(number) for number in MULTIPLIERS)
 W0, W1 = (tl.constexpr(number) for number in WEYL)
 TIMES = tl.constexpr(ROUNDS)
+
+
+@triton.jit(do_not_specialize=["V", "words"])
+def hide(logits, rows, bits, V, words, BLOCK: tl.constexpr):
+    at, index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    word = tl.load(bits + index * words + at // 32, mask=at < V, other=0)
+    is_hidden = (at < V) & ((word >> (at % 32)) & 1 == 0)
+    tl.store(logits + tl.load(rows + index) * V + at, tl.full([BLOCK], NEVER, tl.float32), mask=is_hidden)
 
 
 @triton.jit(do_not_specialize=["P", "V"])
@@ -263,7 +272,7 @@ def score_row(logprobs, given, ids, scores, ranks, V, num_top, BLOCK: tl.constex
 
 
 def adjust(logits: Tensor, params: SamplingTensors, scratch: Scratch = ANEW) -> Tensor:
-    """Return logits with mask, bias and penalties: a copy if there are any."""
+    """Return logits with bitmaps, mask, bias and penalties: a copy if there are any."""
     changes = []
     if params.masked is not None:
         changes.append(("mask", params.masked, None, None, None))
@@ -276,8 +285,12 @@ def adjust(logits: Tensor, params: SamplingTensors, scratch: Scratch = ANEW) -> 
         changes.append(("counts", pairs, frequency, presence, counts))
     changes = [change for change in changes if len(change[1])]
     work = logits
-    if changes:
+    if changes or params.allowed is not None:
         work = scratch.empty(tuple(logits.shape), logits.dtype, logits.device).copy_(logits)
+    if params.allowed is not None:
+        rows, bits = params.allowed
+        grid = (triton.cdiv(logits.shape[1], BLOCK), len(rows))
+        launch(hide, grid, work, rows, bits, logits.shape[1], bits.shape[1], BLOCK=BLOCK, warps=8)
     for operation, pairs, *numbers in changes:
         grid = (triton.cdiv(len(pairs), 128),)
         sizes = len(pairs), logits.shape[1]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ pytest.importorskip("triton", reason="an extra")
 
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.sampling import gumbel_noise, truncate
-from penstock.kernels.sampling import NO_TOKEN, SamplingTensors
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, pack_bits
 from penstock.kernels.triton import sampling
 from penstock.kernels.triton.ops import TritonOps
 from tests.kernels.triton.compare import DEVICE, draw
@@ -34,6 +35,7 @@ def logits(rows: int) -> Tensor:
 ROWS = torch.arange(6)
 PAIRS = torch.tensor([[0, 3], [1, 699], [2, 256], [5, 0]])
 HEAT = torch.tensor([1.0, 0.0, 0.7, 2.0, 1.0, 0.5])
+BITS = torch.from_numpy(np.stack([pack_bits(draw(V).cpu().numpy() > level) for level in (0, 2)])).to(DEVICE)
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": torch.zeros(6)},
     "random": {"noise_key": keys(6)},
@@ -48,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "adjusted": {
         "noise_key": keys(6),
+        "allowed": (torch.tensor([4, 1]), BITS),
         "masked": torch.tensor([[0, 5], [3, 600]]),
         "bias": (PAIRS, torch.tensor([9.0, 8.0, -3.0, 7.0])),
         "repetition": (torch.full((6,), 1.3), PAIRS),
