@@ -49,7 +49,7 @@ from penstock.kernels.cpu.packed import (
     own_linear,
     pack,
 )
-from penstock.kernels.cpu.sampling import fill_sampling
+from penstock.kernels.cpu.sampling import fill_sampling, hide_forms
 from penstock.kernels.metadata import (
     AttentionMetadata,
     AttentionParams,
@@ -62,7 +62,7 @@ from penstock.kernels.metadata import (
     own,
 )
 from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
-from penstock.kernels.sampling import SamplingTensors, TokenScores, hide, score_tokens
+from penstock.kernels.sampling import SamplingTensors, TokenScores, score_tokens
 from penstock.kernels.tensors import (
     BFLOAT16,
     BOOL,
@@ -664,8 +664,7 @@ class CpuOps(NativeCalls):
             ValueError: the plan was made for other heads, another cache or another number of threads.
         """
         cache.check_plan(meta, num_heads, self.threads)
-        recorded = None if self._recorder is None else self._recorder.step(meta)
-        if recorded is not None:
+        if self._recorder is not None and (recorded := self._recorder.step(meta)) is not None:
             return recorded
         return remembered(
             self._steps, id(meta), REMEMBERED_STEPS, lambda: (meta, fill_step(PenstockAttentionStep(), meta))
@@ -689,12 +688,7 @@ class CpuOps(NativeCalls):
             self._filled = params, shape
         ids, healthy = np.empty(rows, INT64), np.empty(rows, BOOL)
         self._call("penstock_finite_rows", (), at, rows, vocab_size, address_of(healthy))
-        if params.allowed is not None:
-            allowed_rows, bits = map(as_array, params.allowed)
-            address(bits, (len(allowed_rows), -(-vocab_size // 32)), INT32, "allowed")
-            values = as_array(logits)
-            for row, own in zip(allowed_rows, bits, strict=True):
-                hide(values[row], own)
+        hide_forms(logits, params)
         self._call("penstock_sample", (), at, rows, vocab_size, ctypes.addressof(self._sampling), address_of(ids))
         return self.tensor(ids), self.tensor(healthy)
 

@@ -2,8 +2,8 @@
 
 from penstock.kernels.cpu.calls import address, optional_address
 from penstock.kernels.cpu.library import PenstockSampling
-from penstock.kernels.sampling import SamplingTensors
-from penstock.kernels.tensors import FLOAT32, INT64, Tensor, as_array
+from penstock.kernels.sampling import SamplingTensors, hide
+from penstock.kernels.tensors import FLOAT32, INT32, INT64, Tensor, as_array
 
 
 def fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int, vocab_size: int) -> None:
@@ -29,6 +29,20 @@ def fill_sampling(native: PenstockSampling, params: SamplingTensors, rows: int, 
     native.presence = optional_address(presence, (rows,), FLOAT32, "presence")
     native.count_pairs, native.num_counts = _pairs(count_pairs, rows, vocab_size, "counts")
     native.count_values = optional_address(count_values, (native.num_counts,), FLOAT32, "counts")
+
+
+def hide_forms(logits: Tensor, params: SamplingTensors) -> None:
+    """Set the logits [M, V] of ids that no form allows to -inf.
+
+    Raises:
+        ValueError: the bitmaps have another shape or type.
+    """
+    if params.allowed is None:
+        return
+    values, rows, bits = map(as_array, (logits, *params.allowed))
+    address(bits, (len(rows), -(-values.shape[1] // 32)), INT32, "allowed")
+    for row, own in zip(rows, bits, strict=True):
+        hide(values[row], own)
 
 
 def _pairs(pairs: Tensor | None, rows: int, vocab_size: int, name: str) -> tuple[int | None, int]:
