@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's own clients, as users have them."""
+"""OpenAI's, Anthropic's and Ollama's own clients, as users have them."""
 
 from typing import Any
 
@@ -19,3 +19,9 @@ def anthropic_client(url: str, key: str = "x", **options: Any) -> Any:
     """Connect it to a server, without retries. Skip the test where the client is not installed."""
     anthropic = pytest.importorskip("anthropic", reason="the anthropic client of the test extra is not installed")
     return anthropic.Anthropic(base_url=url, api_key=key, max_retries=0, **options)
+
+
+def ollama_client(url: str, key: str = "x") -> Any:
+    """Connect it to a server. Skip the test where the client is not installed."""
+    ollama = pytest.importorskip("ollama", reason="the ollama client of the test extra is not installed")
+    return ollama.Client(host=url, headers={"Authorization": f"Bearer {key}"}, **QUICK)

@@ -86,6 +86,7 @@ LAB_USES: set[str] = {
     "penstock.runner.block_store", "penstock.runner.model_runner", "penstock.runner.sampler",
     "penstock.runner.structured",
     "penstock.server.app", "penstock.server.embeddings", "penstock.server.messages",
+    "penstock.server.ollama",
     "penstock.server.openai_requests",
     "penstock.server.options", "penstock.server.responses", "penstock.server.serve",
     "penstock.spec.config_file", "penstock.spec.config_reader", "penstock.spec.generation_config",

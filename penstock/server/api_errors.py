@@ -1,7 +1,8 @@
-"""OpenAI's error object, Anthropic's on the routes of its API, and the HTTP status of every exception.
+"""OpenAI's error object, Anthropic's and Ollama's on the routes of their APIs, and the HTTP status of every exception.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 {"type": "error", "error": {"type": ..., "message": ..., "details": {"error_code": ..., "param": ...}}, ...}
+{"error": ..., "code": ..., "param": ...}
 """
 
 import math
@@ -21,6 +22,7 @@ MAX_MESSAGE = 500  # characters of an error message that are sent; the rest is c
 MAX_PARAM = 100
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_PATHS = "/v1/messages"  # the beginning of the paths of its API
+OLLAMA_PATHS = "/api/"
 ANTHROPIC_TYPES = {
     **ERROR_TYPES, 403: "permission_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error",
     504: "timeout_error",
@@ -33,7 +35,8 @@ class ApiError(Exception):
 
     Attributes:
         beside: the fields that the body has next to the error object.
-        request_id: None: the body is OpenAI's; otherwise it is Anthropic's, which has the request's id.
+        request_id: given if the body is Anthropic's, which has the request's id.
+        is_line: whether the body is Ollama's, a line of its own in a stream; otherwise it is OpenAI's.
     """
 
     status: int
@@ -43,6 +46,7 @@ class ApiError(Exception):
     headers: Mapping[str, str] | None = field(default=None, kw_only=True)
     beside: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     request_id: str | None = field(default=None, kw_only=True)
+    is_line: bool = field(default=False, kw_only=True)
 
     @property
     def body(self) -> bytes:
@@ -53,6 +57,8 @@ class ApiError(Exception):
             details = {"error_code": self.code, "param": param}
             shown = {"type": kind, "message": self.message[:MAX_MESSAGE], "details": details}
             return msgspec.json.encode({"type": "error", "error": shown, "request_id": self.request_id})
+        if self.is_line:
+            return msgspec.json.encode({"error": self.message[:MAX_MESSAGE], "code": self.code, "param": param})
         error = {"message": self.message[:MAX_MESSAGE], "type": kind, "param": param, "code": self.code}
         return msgspec.json.encode({**self.beside, "error": error})
 
@@ -62,11 +68,14 @@ class ApiError(Exception):
         log.error = self
         if scope["path"].startswith(ANTHROPIC_PATHS):
             self.request_id = log.request_id
+        self.is_line = scope["path"].startswith(OLLAMA_PATHS)
         return self
 
     @property
     def event(self) -> bytes:
-        """The error as a server-sent event; Anthropic's have names."""
+        """The error as a server-sent event, of which Anthropic's have names, or as a line."""
+        if self.is_line:
+            return self.body + b"\n"
         name = b"" if self.request_id is None else b"event: error\n"
         return name + b"data: " + self.body + b"\n\n"  # encoded JSON has no line breaks
 

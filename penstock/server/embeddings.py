@@ -88,7 +88,7 @@ class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
 
 MAX_INPUTS = 2048  # texts per call, as at OpenAI
 # The name of a body's first field -> the prefix of the answer's id.
-ANSWER_IDS = {"input": "embd", "text_1": "score", "query": "rerank"}
+ANSWER_IDS = {"input": "embd", "prompt": "embd", "text_1": "score", "query": "rerank"}
 MakeAnswer = Callable[[list[RequestOutput]], dict[str, Any]]  # the answer's own fields, made of the vectors
 
 
@@ -103,7 +103,7 @@ async def create_embeddings(request: Request) -> Response:
             for index, output in enumerate(outputs)
         )
 
-    return await _pooled(request, body, {"input": split_texts("input", body.input)}, body.params(), answer)
+    return await pooled(request, body, {"input": split_texts("input", body.input)}, body.params(), answer)
 
 
 async def create_scores(request: Request) -> Response:
@@ -121,7 +121,7 @@ async def create_scores(request: Request) -> Response:
             for index, other in enumerate(others)
         )
 
-    return await _pooled(request, body, {"text_1": first, "text_2": second}, _comparable(body), answer)
+    return await pooled(request, body, {"text_1": first, "text_2": second}, _comparable(body), answer)
 
 
 async def create_ranking(request: Request) -> Response:
@@ -139,7 +139,7 @@ async def create_ranking(request: Request) -> Response:
         results.sort(key=lambda item: (-item["relevance_score"], item["index"]))
         return {"results": results[: body.top_n or None]}
 
-    return await _pooled(request, body, {"query": [body.query], "documents": texts}, _comparable(body), answer)
+    return await pooled(request, body, {"query": [body.query], "documents": texts}, _comparable(body), answer)
 
 
 def _list(data: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _comparable(body: PoolingRequest) -> PoolingParams:
     return replace(body.params(), normalize=True)
 
 
-async def _pooled(
+async def pooled(
     request: Request,
     body: PoolingRequest,
     fields: dict[str, Texts],
@@ -222,10 +222,14 @@ async def _ids(
 
 def _encoded(output: RequestOutput, encoding: str) -> msgspec.Raw | str:
     """Encode a vector as JSON or as base64. As Python floats, a long list would take five times the memory."""
-    numbers = _numbers(output)
     if encoding == "base64":
-        return base64.b64encode(numbers).decode()
-    return msgspec.Raw(msgspec.json.encode(array("f", numbers).tolist()))
+        return base64.b64encode(_numbers(output)).decode()
+    return floats(output)
+
+
+def floats(output: RequestOutput) -> msgspec.Raw:
+    """Encode a vector as a list of numbers."""
+    return msgspec.Raw(msgspec.json.encode(array("f", _numbers(output)).tolist()))
 
 
 def _numbers(output: RequestOutput) -> bytes:

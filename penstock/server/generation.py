@@ -37,7 +37,8 @@ BAD_WORDS = "bad_words"  # in whose name the sampler refuses a row whose masks l
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-STREAM_HEADERS = ((b"content-type", EVENT_STREAM), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+NDJSON = b"application/x-ndjson"
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 _END = msgspec.UNSET
 
 
@@ -279,17 +280,20 @@ def sse_data(body: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """A response that streams events and cancels their source when the client disconnects.
+    """A response that streams events, or lines of JSON, and cancels their source when the client disconnects.
 
     The first event is awaited before the status line is sent, so a request that fails at once gets its real status.
     If the first event is a keep-alive, the status is 200, and a later failure is sent as an event.
     """
 
-    def __init__(self, events: Events, *, stall_timeout_s: float, done: bytes = DONE) -> None:
+    def __init__(
+        self, events: Events, *, stall_timeout_s: float, done: bytes = DONE, media: bytes = EVENT_STREAM
+    ) -> None:
         super().__init__()
         self._events = events
         self._stall_timeout_s = stall_timeout_s
         self._done = done
+        self._headers = [(b"content-type", media), *STREAM_HEADERS]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await until_disconnect(receive, self._run(scope, send))
@@ -297,7 +301,7 @@ class EventStream(Response):
     async def _run(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:
             event = await anext(events, _END)
-            await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             encode = msgspec.json.Encoder().encode
             try:
                 while event is not _END:

@@ -11,7 +11,7 @@ the thinking comes back.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -176,22 +176,24 @@ NAMES = {  # field of a chat -> field of this API
     "response_format": "output_config.format",
     "tools": "tools",
 }
+INSIDE = {"].function.parameters": "].input_schema", "].function.": "]."}
 CONVERTED_AT_ONCE = 2**14  # bytes of a body; small blocks of as many bytes take less than 10 ms
 FLAT = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs")
 
 
 @contextmanager
-def naming_the_message() -> Iterator[None]:
-    """Turn errors about a chat's fields into errors about a message's."""
+def renaming(names: Mapping[str, str], inside: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Turn errors about a chat's fields into errors about another API's. `inside` are the names of parts of a field."""
     try:
         yield
     except InvalidRequestError as error:
         field = (error.param or "").partition(".")[0].partition("[")[0]
-        if field not in NAMES:
+        if field not in names:
             raise
-        message = error.message.replace(field, NAMES[field], 1)
-        message = message.replace("].function.parameters", "].input_schema", 1).replace("].function.", "].", 1)
-        raise InvalidRequestError(message, param=NAMES[field], code=error.code) from None
+        message = error.message
+        for theirs, own in ((field, names[field]), *(inside or {}).items()):
+            message = message.replace(theirs, own, 1)
+        raise InvalidRequestError(message, param=names[field], code=error.code) from None
 
 
 def chat_of(context: ServerContext, body: CountRequest) -> ChatRequest:
@@ -201,7 +203,10 @@ def chat_of(context: ServerContext, body: CountRequest) -> ChatRequest:
         InvalidRequestError: something is malformed, or not supported; `param` is the field of a message.
     """
     messages = _messages(body)
-    fields: dict[str, Any] = {"messages": messages, **_tool_fields(body), **_thinking_fields(context, body)}
+    fields: dict[str, Any] = {"messages": messages, **_tool_fields(body)}
+    thinking = None if body.thinking is None else body.thinking.type
+    effort = None if body.output_config is None else body.output_config.effort
+    fields |= thinking_fields(context, thinking, effort, body.chat_template_kwargs, "thinking: disabled")
     if isinstance(body, MessageRequest):
         fields |= {name: getattr(body, name) for name in FLAT if getattr(body, name) is not None}
         fields["stop"] = body.stop_sequences
@@ -259,10 +264,7 @@ def _add_answer(messages: list[dict[str, Any]], blocks: list[Any], place: str) -
         elif isinstance(block, ThinkingBlock):
             answer["reasoning_content"] = answer.get("reasoning_content", "") + block.thinking
         elif isinstance(block, ToolUseBlock):
-            arguments = json.dumps(block.input, ensure_ascii=False)
-            if block.input.keys() == {INVALID} and isinstance(block.input[INVALID], str):
-                arguments = block.input[INVALID]
-            function = {"name": block.name, "arguments": arguments}
+            function = {"name": block.name, "arguments": text_of_input(block.input)}
             answer.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
         else:
             message = f"{place}.content: a message of the assistant has no blocks of type tool_result"
@@ -292,14 +294,18 @@ def _tool_fields(body: CountRequest) -> dict[str, Any]:
     return fields
 
 
-def _thinking_fields(context: ServerContext, body: CountRequest) -> dict[str, Any]:
+def thinking_fields(
+    context: ServerContext,
+    thinking: str | None,
+    effort: str | None,
+    kwargs: Mapping[str, Any] | None,
+    refused: str,
+) -> dict[str, Any]:
     """Find the fields of a chat that turn reasoning on or off, for templates that have a switch or levels.
 
     A model that does not reason needs no switch to be without thinking, and uses none of a budget. The effort "high" is
-    this API's default, and goes to templates that have levels.
+    this API's default, and goes to templates that have levels. `refused` is the field and the value of an error.
     """
-    effort = None if body.output_config is None else body.output_config.effort
-    thinking = None if body.thinking is None else body.thinking.type
     template = context.tokenizer().chat_template
     text = "" if template is None else template.text
     has_levels, has_switch = "reasoning_effort" in text, "enable_thinking" in text
@@ -307,13 +313,13 @@ def _thinking_fields(context: ServerContext, body: CountRequest) -> dict[str, An
         if has_levels or has_switch:
             return {"reasoning_effort": "none"}
         if reasoning_format_of(text, context.options.reasoning_parser) is not None:
-            message = "thinking: disabled is not supported; the model's chat template cannot turn its reasoning off"
-            raise NotSupportedError(message, param="thinking")
+            message = f"{refused} is not supported; the model's chat template cannot turn its reasoning off"
+            raise NotSupportedError(message, param=refused.partition(":")[0])
         return {}
     if effort is not None and (has_levels or effort != "high"):
         return {"reasoning_effort": effort}
     if thinking is not None and has_switch:
-        return {"chat_template_kwargs": {"enable_thinking": True, **(body.chat_template_kwargs or {})}}
+        return {"chat_template_kwargs": {"enable_thinking": True, **(kwargs or {})}}
     return {}
 
 
@@ -399,7 +405,7 @@ class MessageAnswer:
             return
         block, index, text = self._blocks[-1], len(self._blocks) - 1, "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = _input_of(text)
+            block["input"] = input_of(text)
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":
@@ -443,7 +449,13 @@ def _event(event: Event) -> bytes:
     return b"event: " + str(event["type"]).encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-def _input_of(text: str) -> Any:
+def text_of_input(value: Mapping[str, Any]) -> str:
+    """Write the arguments of a call as the text that `input_of` reads."""
+    text = value.get(INVALID)
+    return text if len(value) == 1 and isinstance(text, str) else json.dumps(value, ensure_ascii=False)
+
+
+def input_of(text: str) -> Any:
     """Read the arguments of a call. A call that was cut off, or is not an object, keeps its text under INVALID."""
     try:
         found = msgspec.json.decode(text or "{}")
@@ -463,7 +475,7 @@ async def create_message(request: Request) -> Response:
     info = context.info()
     envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
     context.arrive(log)  # refuse it before spending time on the prompt
-    with naming_the_message():
+    with renaming(NAMES, INSIDE):
         chat = await _chat(request, body)
         params = chat_params(chat, info)
         await check_form(request, chat, params)
@@ -484,7 +496,7 @@ async def count_tokens(request: Request) -> Response:
     body.check()
     info = context.info()
     context.check_model(body.model)
-    with naming_the_message():
+    with renaming(NAMES, INSIDE):
         (prompt,) = await chat_prompts(context, await _chat(request, body), info)
     return json_response({"input_tokens": len(prompt.token_ids)})
 

@@ -20,9 +20,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import EngineOverloadedError, PenstockError
 from penstock.server.accounts import KeyLimitError, Stock
-from penstock.server.api_errors import ANTHROPIC_PATHS, ApiError, ClientGoneError, from_exception, internal_error
+from penstock.server.api_errors import (
+    ANTHROPIC_PATHS,
+    OLLAMA_PATHS,
+    ApiError,
+    ClientGoneError,
+    from_exception,
+    internal_error,
+)
 from penstock.server.context import FLOW, ServerContext
-from penstock.server.generation import EVENT_STREAM
+from penstock.server.generation import EVENT_STREAM, NDJSON
 from penstock.server.keys import KeyRing
 from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
@@ -50,6 +57,7 @@ class _SentResponse:
     def __init__(self, send: Send, request_id: str, path: str) -> None:
         self._send = send
         self._request_id = request_id
+        self._media = NDJSON if path.startswith(OLLAMA_PATHS) else EVENT_STREAM
         self._names_id = path.startswith(ANTHROPIC_PATHS)  # whose clients look for another header
         self.status: int | None = None
         self.streams = False
@@ -64,7 +72,7 @@ class _SentResponse:
                 headers["Request-Id"] = self._request_id
             headers["X-Content-Type-Options"] = "nosniff"
             self.status = message["status"]
-            self.streams = headers.get("content-type") == EVENT_STREAM.decode()
+            self.streams = headers.get("content-type") == self._media.decode()
         elif not message.get("more_body", False):
             self.ended = True
         await self._send(message)
@@ -322,7 +330,7 @@ def sent_key(headers: Headers) -> bytes:
 # --- overload ---------------------------------------------------------------------------------------------------------
 
 
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages"})
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat", "/api/generate"})
 
 
 class OverloadMiddleware:

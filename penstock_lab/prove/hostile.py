@@ -19,6 +19,14 @@ from msgspec import inspect
 from penstock import PenstockError
 from penstock.server.embeddings import EmbeddingRequest, RankingRequest, ScoreRequest
 from penstock.server.messages import CountRequest, MessageRequest
+from penstock.server.ollama import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaPullRequest,
+    OllamaShowRequest,
+)
 from penstock.server.openai_requests import (
     UNSUPPORTED,
     BlocksRequest,
@@ -49,6 +57,12 @@ KINDS: dict[str, type[Strict]] = {
     "/v1/responses": ResponseRequest,
     "/v1/messages": MessageRequest,
     "/v1/messages/count_tokens": CountRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/embeddings": OllamaEmbeddingsRequest,
+    "/api/show": OllamaShowRequest,
+    "/api/pull": OllamaPullRequest,
     "/v1/cache/pin": PinRequest,
     "/v1/kv/prefill": PrefillRequest,
     "/v1/kv/blocks": BlocksRequest,

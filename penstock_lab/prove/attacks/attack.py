@@ -35,6 +35,18 @@ BODIES: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
     },
     "/v1/messages/count_tokens": {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]},
+    "/api/chat": {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "stream": False,
+        "options": {"num_predict": 8, "temperature": 0, "stop": ["x"], "num_gpu": 1},
+        "keep_alive": "5m",
+    },
+    "/api/generate": {"model": "demo", "prompt": "Hi", "raw": True, "options": {"num_predict": 8}},
+    "/api/embed": {"model": "demo", "input": ["Hi", "Once"], "options": {"num_ctx": 64}},
+    "/api/embeddings": {"model": "demo", "prompt": "Hi"},
+    "/api/show": {"model": "demo"},
+    "/api/pull": {"model": "demo", "stream": False},
     "/v1/cache/pin": {"prompt": "Once upon a time, far away, there was a little girl who liked to read.", "name": "a"},
     "/v1/kv/prefill": {"store": "penstock-x", "prompt_token_ids": [1, 2], "cache_salt": "s"},
     "/v1/kv/blocks": {"names": ["0-00"]},
@@ -44,6 +56,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 ERROR_FIELDS = {"message", "type", "param", "code"}
 ANTHROPIC_FIELDS = {"type", "message", "details"}
+OLLAMA_FIELDS = {"error", "code", "param"}
 # What no answer may show: the key, the server's path, and parts of a traceback.
 SECRETS = re.compile(
     "|".join([KEY, "Traceback", "site-packages", *map(re.escape, {str(Path(__file__).parents[2]), sys.prefix})])
@@ -54,7 +67,7 @@ def judge(status: int, body: bytes, expect: Sequence[int]) -> str | None:
     """Explain what is wrong with an answer; None if nothing is.
 
     Args:
-        expect: the correct statuses; an error must carry OpenAI's error object, or Anthropic's.
+        expect: the correct statuses; an error must carry OpenAI's error object, Anthropic's or Ollama's.
     """
     shown = body[:200].decode(errors="replace")
     if status not in expect:
@@ -68,13 +81,16 @@ def judge(status: int, body: bytes, expect: Sequence[int]) -> str | None:
         error = found["error"]
     except (ValueError, KeyError, TypeError):
         return f"{status} without an error object: {shown}"
+    if isinstance(error, str) and error and found.keys() == OLLAMA_FIELDS:
+        return None
     fields = ANTHROPIC_FIELDS if found.get("type") == "error" else ERROR_FIELDS
     return None if set(error) == fields and error["message"] else f"{status} with another error object: {shown}"
 
 
 def error_code(body: bytes) -> str:
-    """Read the code of an error, in the shape of either API."""
-    error = json.loads(body)["error"]
+    """Read the code of an error, in the shape of any of the APIs."""
+    found = json.loads(body)
+    error = found if isinstance(found["error"], str) else found["error"]
     code: str = error["details"]["error_code"] if "details" in error else error["code"]
     return code
 
