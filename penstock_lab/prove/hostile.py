@@ -72,6 +72,7 @@ KINDS: dict[str, type[Strict]] = {
 }
 JSON_HEADER = ((b"content-type", b"application/json"),)
 ALLOWED_STATUSES = (200, 400, 404, 405, 408, 413, 414, 415, 422, 429, 431)
+LAST_EVENTS = (b"response.completed\n", b"response.incomplete\n", b"message_stop\n")  # of APIs without [DONE]
 PER_ROUND, AT_ONCE, THREADS = 400, 16, 4
 BACKGROUND_S = 60.0  # time within which a response without a reader must end
 WIRE_S = 10.0  # a damaged request that never becomes complete is given up after this
@@ -256,19 +257,14 @@ async def _left(server: ScriptedServer) -> str | None:
 
 def _not_json(status: int, body: bytes) -> str | None:
     """Explain what is wrong with the answer to a valid request: JSON, or a stream with a proper end."""
-    if status != 200 or body.endswith(b"data: [DONE]\n\n") or _ends_as_a_response(body):
+    if status != 200 or body.endswith(b"data: [DONE]\n\n") or body.rpartition(b"event: ")[2].startswith(LAST_EVENTS):
         return None
     try:
-        msgspec.json.decode(body)
+        lines = msgspec.json.Decoder().decode_lines(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return f"the answer is not JSON: {error}"
-    return None
-
-
-def _ends_as_a_response(body: bytes) -> bool:
-    """Check the events of /v1/responses. The last event says how the response ended."""
-    last = body.rstrip(b"\n").rpartition(b"\n\n")[2]
-    return last.startswith((b"event: response.completed\n", b"event: response.incomplete\n"))
+    has_end = len(lines) == 1 or (lines and not {"error", "done_reason"}.isdisjoint(lines[-1]))
+    return None if has_end else "the answer's lines have no end"
 
 
 @contextlib.contextmanager

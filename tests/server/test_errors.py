@@ -271,7 +271,7 @@ def test_what_is_no_half_character() -> None:
     ("path", "advice"),
     [
         ("/chat/completions", "a client's base URL ends in /v1."),
-        ("/api/chat", "a client's base URL ends in /v1."),
+        ("/complete", "a client's base URL ends in /v1."),
         ("/v1/v1/chat/completions", "the path has /v1 twice"),
         ("/v1/nowhere", "GET /openapi.json lists the routes."),
     ],

@@ -47,7 +47,7 @@ def test_generated_input_is_of_all_kinds() -> None:
 
     async def statuses() -> dict[str, int]:
         maker, server, found = BodyMaker(Mutator(random.Random(4))), ScriptedServer("demo"), {}
-        for _ in range(600):
+        for _ in range(900):
             path, content = maker.make()
             answer = await server.call("POST", path, content, JSON_HEADER)
             assert answer.status in ALLOWED_STATUSES
