@@ -646,10 +646,7 @@ UNSUPPORTED_ROUTES = (
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/load",
-    "/api/create",
-    "/api/copy",
-    "/api/delete",
-    "/api/push",
+    *(f"/api/{name}" for name in ("create", "copy", "delete", "push")),
 )
 
 

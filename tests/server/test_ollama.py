@@ -89,7 +89,7 @@ def test_ten_calls_are_those_of_a_chat(server: RunningServer, client: Any, strea
 
             answer = other.chat.completions.create(model="fake", messages=chat, tools=[ADD, WEATHER])
             chat.append(answer.choices[0].message.model_dump(exclude_none=True))
-            for call in answer.choices[0].message.tool_calls:
+            for call in answer.choices[0].message.tool_calls or ():
                 chat.append({"role": "tool", "tool_call_id": call.id, "content": f"{number}"})
             (own, own_params, _), (theirs, their_params, _) = server.client.seen[-2:]
             assert own == theirs
@@ -101,7 +101,7 @@ def test_results_find_their_calls() -> None:
     """Guards against results that answer another call, and results of calls that were never made."""
     shown = "{% for c in m.tool_calls or [] %}{{ c.id }} {% endfor %}{{ m.tool_call_id }} "
     shown = "{% for m in messages %}" + shown + "{% endfor %}"
-    calls = [{"function": {"name": name, "arguments": {}}} for name in ("add", "weather", "add")]
+    calls: list[Any] = [{"function": {"name": name, "arguments": {}}} for name in ("add", "weather", "add")]
     calls[1]["id"] = "own"
 
     def ids(*results: dict[str, str]) -> Any:
@@ -170,8 +170,8 @@ def test_options() -> None:
 )  # fmt: skip
 def test_refusals(path: str, body: dict[str, Any], named: str) -> None:
     """Guards against what is accepted and ignored, and errors that do not name the field as this API does."""
-    fields: dict[str, Any] = {"/api/chat": {"messages": [USER]}, "/api/generate": {"prompt": "Hi"}}.get(path, {})
-    response, prompt, _ = posted(path, {**fields, **body})
+    fields: Any = {"/api/chat": {"messages": [USER]}, "/api/generate": {"prompt": "Hi"}}
+    response, prompt, _ = posted(path, {**fields.get(path, {}), **body})
     found = response.json()
     assert (response.status_code, found["param"], prompt) == (400, named, None), found
     assert found.keys() == {"error", "code", "param"}
@@ -194,12 +194,11 @@ def test_generate(server: RunningServer, client: Any) -> None:
 
 def test_forms(server: RunningServer, client: Any) -> None:
     """Guards against a form that is accepted and not enforced."""
-    for form, expected in (("json", {"json_object": True}), (SCHEMA, {"json": SCHEMA})):
+    named = {"name": "answer", "schema": SCHEMA}
+    kinds: list[Any] = [{"type": "json_object"}, {"type": "json_schema", "json_schema": named}]
+    for form, kind in zip(("json", SCHEMA), kinds, strict=True):
         client.chat(**ASKED, format=form)
         with official_client(server.url, KEY) as other:
-            kind: Any = {"type": "json_object"}
-            if "json" in expected:
-                kind = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
             other.chat.completions.create(model="fake", messages=[USER], response_format=kind)
         (_, own, _), (_, theirs, _) = server.client.seen[-2:]
         assert own.structured_outputs == theirs.structured_outputs
@@ -250,9 +249,9 @@ def test_what_is_served(client: Any) -> None:
     assert shown.modelinfo["penstock.context_length"] == 8192
     assert client.pull("fake").status == "success"
     assert [line.status for line in client.pull("fake", stream=True)] == ["success"]
-    for refused in (lambda: client.pull("other"), lambda: client.show("other"), lambda: client.delete("fake")):
+    for refused, name in ((client.pull, "other"), (client.show, "other"), (client.delete, "fake")):
         with pytest.raises(ollama.ResponseError) as caught:
-            refused()
+            refused(name)
         assert caught.value.status_code == 404
 
 
