@@ -88,11 +88,12 @@ def apply_policy(model: Any, policy: Policy) -> None:
     """Replace modules of a model object in place.
 
     Raises:
-        InvalidRequestError: a description matches no module, or names a module that does not exist.
+        InvalidRequestError: a description matches no module, or names a module that does not exist; or the policy
+            returns another model.
     """
     policy.set_model(model)
     policy.config_sanity_check()
-    policy.set_model(policy.preprocess() or model)
+    _check_in_place(model, policy.preprocess(), "preprocess")
     for kind, description in policy.module_policy().items():
         found = [module for module in model.modules() if kind in (type(module), type(module).__qualname__)]
         if not found:
@@ -100,7 +101,7 @@ def apply_policy(model: Any, policy: Policy) -> None:
             raise _refused(f"{name} is the class of no module of {type(model).__name__}")
         for module in found:
             _change(module, description)
-    policy.postprocess()
+    _check_in_place(model, policy.postprocess(), "postprocess")
 
 
 def with_policy(model: Any, policy: Any) -> Any:
@@ -151,6 +152,11 @@ def _below(module: Any, path: str, whole: str, *, optional: bool = False) -> Any
     if found is None and not optional:
         raise _refused(f"{type(module).__name__} has no {whole}")
     return found
+
+
+def _check_in_place(model: Any, returned: Any, method: str) -> None:
+    if returned is not model:
+        raise _refused(f"{method} must change the model in place and return it")
 
 
 def _refused(why: str) -> InvalidRequestError:

@@ -18,6 +18,7 @@ from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.input_processor import PromptRequest
 from penstock.client.records import SavedRecord
 from penstock.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
+from penstock.interface.kv_transfer import RemotePrefillStatus
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
@@ -92,6 +93,7 @@ class FakeEngineClient:
         self.tokenizer: Any = FakeTokenizer(**tokenizer_options)
         self.state = EngineState.READY
         self.making_progress = True
+        self.remote_prefill: RemotePrefillStatus | None = None
         self.info = ModelInfo("fake", max_model_len, VOCAB_SIZE, (EOS,), "float32", "fp-fake", {})
         self.start_failure: Exception | None = None
         self.attached = False
@@ -122,7 +124,10 @@ class FakeEngineClient:
 
     def status(self) -> EngineStatus:
         stats = EngineStats(len(self.open), 0, 8, 7, 3, num_generated_tokens_total=self.num_tokens)
-        return EngineStatus(self.state, 4321, 2, 0.01, self.making_progress, stats, len(self.open), 5)
+        return EngineStatus(
+            self.state, 4321, 2, 0.01, self.making_progress, stats, len(self.open), 5,
+            remote_prefill=self.remote_prefill,
+        )  # fmt: skip
 
     def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
         self.num_arriving.append(num_arriving)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import EngineOverloadedError
+from penstock.interface.kv_transfer import RemotePrefillStatus
 from penstock.interface.messages import EngineOutput
 from penstock_lab.prove.scripted import MAX_NUM_SEQS, ScriptedServer
 from tests.server.fakes import Behaviour, FakeEngineClient
@@ -115,10 +116,12 @@ def test_metrics_show_the_engine() -> None:
     client = app_client(fake)
     before = samples(client.get("/metrics").text)
     fake.num_tokens, fake.making_progress = 41, False
+    fake.remote_prefill = RemotePrefillStatus(num_transferring=3)
     after = samples(client.get("/metrics").text)
     assert (before["penstock_generation_tokens_total"], after["penstock_generation_tokens_total"]) == (0, 41)
     assert (before["penstock_healthy"], after["penstock_healthy"]) == (1, 0)
     assert after["penstock_kv_blocks"] == 8
+    assert (before["penstock_requests_transferring"], after["penstock_requests_transferring"]) == (0, 3)
     assert after["penstock_engine_restarts_total"] == 2
     assert after['penstock_engine_state{state="ready"}'] == 1
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -249,9 +249,17 @@ class Scaled(torch.nn.Module):
 
 
 class OtherBranch(Policy):
-    """A feed-forward branch with another activation, behind a norm of its own."""
+    """A feed-forward branch with another activation, behind a norm of its own, and other attributes and weights."""
 
     factor = 0.25
+
+    def preprocess(self) -> Any:
+        self.model.steps = ["preprocess"]
+        return self.model
+
+    def postprocess(self) -> Any:
+        self.model.steps.append("postprocess")
+        return self.model
 
     def module_policy(self) -> dict[Any, ModulePolicyDescription]:
         norm = SubModuleReplacementDescription("post_attention_layernorm", Scaled, {"factor": self.factor})
@@ -262,8 +270,21 @@ class OtherBranch(Policy):
 
         return {
             LlamaDecoderLayer: ModulePolicyDescription(sub_module_replacement=[norm, missing]),
+            "LlamaRMSNorm": ModulePolicyDescription(param_replacement=[lambda module: module.weight.data.mul_(0.5)]),
             "LlamaMLP": ModulePolicyDescription({"times": 3.0}, method_replacement={"forward": forward}),
         }
+
+
+def by_hand(tokenizer: Any, directory: Path, factor: float) -> PreTrainedModel:
+    """Change a model as OtherBranch does, without a policy."""
+    model: Any = make_llama(directory, vocab_size=len(tokenizer))[0]
+    for norm in (module for name, module in model.named_modules() if name.endswith("norm")):
+        norm.weight.data.mul_(0.5)
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = Scaled(layer.post_attention_layernorm, factor)
+        mlp = layer.mlp
+        mlp.forward = lambda x, mlp=mlp: mlp.down_proj(torch.relu(mlp.gate_proj(x)) * mlp.up_proj(x) * 3.0)
+    return cast(PreTrainedModel, model)
 
 
 @pytest.mark.covers("C13", "C14")
@@ -280,14 +301,23 @@ def test_a_policy_replaces_modules_of_an_instance(tokenizer: Any, tmp_path: Path
         policy = type("OtherBranch", (OtherBranch,), {"factor": factor})
         engine = InferenceEngine(model, tokenizer, config, model_policy=policy)
         found.append(engine.generate(PROMPTS[2], return_token_ids=True)[1][0])
-        assert found[-1] == hf_greedy(model, prompt) != plain
+        assert found[-1] == hf_greedy(model, prompt) == hf_greedy(by_hand(tokenizer, tmp_path, factor), prompt) != plain
+        assert model.steps == ["preprocess", "postprocess"]
     assert found[0] != found[1]
 
     class Nothing(Policy):
         def module_policy(self) -> dict[Any, ModulePolicyDescription]:
             return {"MixtralAttention": ModulePolicyDescription()}
 
-    for given, said in ((Nothing, "MixtralAttention is the class of no module"), (object(), "must be a Policy")):
+    class Elsewhere(Nothing):
+        def preprocess(self) -> Any:
+            return torch.nn.Module()
+
+    for given, said in (
+        (Nothing, "MixtralAttention is the class of no module"),
+        (Elsewhere, "preprocess must change the model in place"),
+        (object(), "must be a Policy"),
+    ):
         with pytest.raises(InvalidRequestError, match=f"model_policy: .*{said}"):
             InferenceEngine(model, tokenizer, model_policy=given)
 

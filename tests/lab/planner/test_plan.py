@@ -22,7 +22,7 @@ from penstock.weights.loader import make_ops
 from penstock_lab.planner import costs
 from penstock_lab.planner.costs import ModelWork, Products, UniformBatch, decode_time, prefill_time, step_time
 from penstock_lab.planner.fit import Budget
-from penstock_lab.planner.forecast import Load
+from penstock_lab.planner.forecast import Forecaster, Load
 from penstock_lab.planner.machines import Hardware, load_hardware, names
 from penstock_lab.planner.planned import PlannedModel
 from penstock_lab.planner.report import Question, answer, fitter_of
@@ -129,6 +129,15 @@ def test_a_stage_of_a_pipeline_is_what_its_process_allocates(family: str, tmp_pa
         own = [layer for _, layer in named_modules(model) if isinstance(layer, WeightLayer)]
         allocated = {id(tensor): tensor.nbytes for layer in own for tensor in layer.state().values()}
         assert device["weights_bytes"] == sum(allocated.values())
+    single = EngineConfig.from_options(model=directory, load_format="dummy", threads=1, max_num_seqs=3)
+    alone = PlannedModel.read(single)
+    machine = load_hardware("h100-sxm")
+    (whole,) = Forecaster(alone.model, alone.sizes, machine).works(fitter_of(alone, Budget(GIB, 0)).fit())
+    works = Forecaster(planned.model, planned.sizes, machine).works(fit)
+    assert sum(sum(count for count, _ in work.windows) for work in works) == 3
+    for kind in ("layers", "experts"):  # the head's operations of a model are those of its last stage
+        parts = [sum(getattr(work, kind).num_bytes.values()) for work in works]
+        assert sum(parts) == sum(getattr(whole, kind).num_bytes.values())
     of_ranks = asked(directory, Budget(GIB, 0, count=4), **options, tensor_parallel_size=2)
     assert [item["name"] for item in of_ranks["devices"]] == [f"stage {s}, rank {r}" for s in (1, 2) for r in (0, 1)]
 
