@@ -480,6 +480,11 @@ class NumericsConfig:
         if names and self.quantization is not None:
             allowed = f"null: the checkpoint's weights are quantised already ({names})"
             raise fail("quantization", self.quantization, allowed)
+        if names and self.kernels == TRITON:
+            decoded = f"{names} values are decoded as they are read"
+            if self.activation_dtype != "auto":
+                raise fail("activation_dtype", self.activation_dtype, f"auto: with kernels = {TRITON}, {decoded}")
+            return self, {"weights": f"{self.dtype}: {decoded}"}
         if any(coding.is_integer for coding in codings):
             activations = CODED_ACTIVATIONS if self.activation_dtype == "auto" else self.activation_dtype
             why = f"the checkpoint's weights are quantised ({names})"

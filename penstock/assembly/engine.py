@@ -352,11 +352,9 @@ def _resolve(
     if model.model_impl == "auto" and isinstance(find_model(model.architecture), FallbackVersion):
         reasons["model_impl"] = f"transformers: its own modules compute {model.architecture}, which has no family here"
     stored = open_stored(weights, model, numerics.load_format, is_complete=is_complete)
-    if config.numerics.kernels == TRITON and stored.codings:
-        reasons["weights"] = f"{config.numerics.dtype}: {_names(stored)} values are decoded as they are read"
+    numerics, why = config.numerics.with_codings(stored.codings)
+    if config.numerics.kernels == TRITON:
         stored = stored.decoded()
-    codings = stored.codings
-    numerics, why = config.numerics.with_codings(codings)
     check_codes(config, model, stored)
     return replace(config, numerics=numerics, reasons=config.reasons | reasons | why), stored
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="an extra")
 from penstock import LLM, RequestOutput, SamplingParams
 from penstock.assembly import build_engine
 from penstock.config import EngineConfig
-from penstock.errors import ExecutorLostError
+from penstock.errors import ExecutorLostError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
 from penstock.kernels.tensors import Slot
 from penstock.kernels.triton import device
@@ -24,8 +24,10 @@ from penstock.kernels.triton import ops as backend
 from penstock.kernels.triton.ops import TritonOps
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, WeightLayer
+from penstock_lab.prove.every_draft import EveryDraft
 from tests.families.case import all_cases
 from tests.hf_models import Made, random_ids
+from tests.weights.quantized_files import MODELS, quantise
 
 SMALL = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4}
 SIZES: dict[str, dict[str, Any]] = {
@@ -166,6 +168,40 @@ def test_fingerprint(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.startswith("penstock-4-triton.interpreted.leaves1-float32-")
     monkeypatch.setattr(device, "LEAVES", 8)
     assert fingerprint() != one
+
+
+def test_coded_weights(tmp_path: Path) -> None:
+    """Guards against codes that are packed as values, and an option that is refused for another model's reason."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    _, directory = made("llama", tmp_path, **sizes)
+    twin = quantise(directory, *MODELS["fp8"])
+    prompt, found = [random_ids(3, 0, 67)], []
+    for model, kernels in ((directory, "triton"), (twin, "triton"), (twin, "reference")):
+        (output,) = start(model, kernels=kernels).generate(prompt, GREEDY)
+        found.append(output)
+    assert answers(found[:1]) == answers(found[1:2])
+    assert found[0].outputs[0].token_ids == found[2].outputs[0].token_ids
+    with pytest.raises(InvalidRequestError, match="auto: with kernels = triton, FP8_E4M3 values are decoded"):
+        start(directory, activation_dtype="int8-x3")
+    with pytest.raises(InvalidRequestError, match="quantised already"):
+        start(directory, quantization="int8")
+
+
+def test_a_draft_model(llama: Made, tmp_path: Path) -> None:
+    """Guards against drafts, right and wrong ones, that change a bit of the answer."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    other = made("llama", tmp_path, **sizes, seed=5)[1]
+    prompts, params = [random_ids(3, 0, 67)], replace(GREEDY, max_tokens=4)
+    expected = answers(start(llama[1], dtype="bfloat16").generate(prompts, params))
+    for draft, is_right in ((llama[1], True), (other, False)):
+        drafts = {"model": str(draft), "num_speculative_tokens": 2}
+        llm = start(llama[1], dtype="bfloat16", speculative_config=drafts)
+        engine = llm.engine.engine
+        engine.speculation.policy = EveryDraft()
+        assert answers(llm.generate(prompts, params)) == expected
+        stats = engine.stats()
+        assert stats.num_draft_tokens_total
+        assert (stats.num_accepted_tokens_total == stats.num_draft_tokens_total) == is_right
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
