@@ -20,9 +20,9 @@ from penstock.errors import InvalidRequestError
 from penstock_lab.planner.table_template import table_text
 from tests.families.case import Case, all_cases
 from tests.hf_models import make_llama
-from tests.weights.quantized_files import MODELS, quantise
 from tests.support_matrix import ROOT
 from tests.test_fingerprint import CANNOT_CHANGE, MAY_CHANGE
+from tests.weights.quantized_files import MODELS, quantise
 
 PAGE = ROOT / "docs" / "gpu.md"
 PROMPT = [5, 9, 4]
