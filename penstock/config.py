@@ -480,17 +480,12 @@ class NumericsConfig:
         if names and self.quantization is not None:
             allowed = f"null: the checkpoint's weights are quantised already ({names})"
             raise fail("quantization", self.quantization, allowed)
-        if names and self.kernels == TRITON:
-            decoded = f"{names} values are decoded as they are read"
-            if self.activation_dtype != "auto":
-                raise fail("activation_dtype", self.activation_dtype, f"auto: with kernels = {TRITON}, {decoded}")
-            return self, {"weights": f"{self.dtype}: {decoded}"}
-        if any(coding.is_integer for coding in codings):
+        if self.kernels != TRITON and any(coding.is_integer for coding in codings):
             activations = CODED_ACTIVATIONS if self.activation_dtype == "auto" else self.activation_dtype
             why = f"the checkpoint's weights are quantised ({names})"
             return _apply(self, {"activation_dtype": (activations, why)})
         if self.activation_dtype != "auto":
-            unquantised = f"products with {names} weights take unquantised activations"
+            unquantised = f"with kernels = {self.kernels}, products with {names} weights take unquantised activations"
             why = unquantised if names else "the weights are not quantised"
             raise fail("activation_dtype", self.activation_dtype, f"auto: {why}")
         return self, {}

@@ -353,7 +353,8 @@ def _resolve(
         reasons["model_impl"] = f"transformers: its own modules compute {model.architecture}, which has no family here"
     stored = open_stored(weights, model, numerics.load_format, is_complete=is_complete)
     numerics, why = config.numerics.with_codings(stored.codings)
-    if config.numerics.kernels == TRITON:
+    if config.numerics.kernels == TRITON and stored.codings:
+        reasons["weights"] = f"{config.numerics.dtype}: {_names(stored)} values are decoded as they are read"
         stored = stored.decoded()
     check_codes(config, model, stored)
     return replace(config, numerics=numerics, reasons=config.reasons | reasons | why), stored
