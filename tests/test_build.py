@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from penstock import SamplingParams
 from penstock.assembly import build_engine
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError
+from penstock.interface.messages import EngineRequest
 from penstock.kernels.cpu.library import LEVEL_VARIABLE, level_of_bits
 from penstock_lab.convert.pack import convert_model
 from tests.hf_models import make_llama
@@ -56,6 +58,22 @@ def test_a_packed_directory_decides_what_was_left_open(tmp_path: Path) -> None:
         )
     with pytest.raises(InvalidRequestError, match=r"^quantization: 'int8' does not match"):
         build_engine(EngineConfig.from_options(model=str(tmp_path / "packed"), quantization="int8"))
+
+
+@pytest.mark.covers("F34")
+@pytest.mark.skipif(not levels(), reason="no native library")
+def test_what_was_prepared_is_counted() -> None:
+    """Guards against a counter that stands still, or that counts a program again each time that it is run."""
+    engine = build_engine(EngineConfig.from_options(model="demo", threads=1)).engine
+    found = []
+    for name in ("first", "second"):
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        engine.add_request(EngineRequest(name, [5, 6, 7], params))
+        while engine.has_work:
+            engine.step()
+        stats = engine.stats()
+        found.append((stats.num_compiled_total, stats.num_recorded_total))
+    assert found == [(0, 2), (0, 2)]  # of the prompt's three tokens, and of a step of one
 
 
 @pytest.mark.covers("F34")

@@ -61,7 +61,7 @@ class Engine:
         self._num_arrived = 0
         self._num_steps = self._num_failed_steps = self._failed_in_a_row = 0
         self._num_generated_tokens = 0
-        self._num_bytes_received = 0
+        self._num_bytes_received = self._num_compiled = self._num_recorded = 0
 
     @property
     def executor(self) -> Executor:
@@ -275,6 +275,8 @@ class Engine:
                 observer.failed(step.plan, error)
             raise
         self._num_bytes_received += output.bytes_received
+        self._num_compiled += output.num_compiled
+        self._num_recorded += output.num_recorded
         return output.results
 
     def _note_preemption(self, request: Request) -> None:
@@ -478,6 +480,8 @@ class Engine:
             num_preemptions_total=self.scheduler.num_preemptions,
             num_failed_steps_total=self._num_failed_steps,
             num_bytes_received_total=self._num_bytes_received,
+            num_compiled_total=self._num_compiled,
+            num_recorded_total=self._num_recorded,
             num_loaded_blocks_total=0 if offload is None else offload.num_loaded,
             **({} if offload is None else offload.store.counters()),
             **({} if self.speculation is None else self.speculation.counters()),

@@ -153,6 +153,12 @@ class EngineStats:
     num_bytes_received_total: int = _stat(
         "penstock_rank_bytes_received", "Bytes that rank 0 of each stage received from others", "bytes_received_total"
     )
+    num_compiled_total: int = _stat(
+        "penstock_compiled_kernels", "Kernels that were compiled since the start", "compiled.kernels_total"
+    )
+    num_recorded_total: int = _stat(
+        "penstock_recorded_programs", "Programs recorded: forward passes of a size", "compiled.programs_total"
+    )
     num_invalid_frames_total: int = _stat("penstock_invalid_frames", "Messages to the engine process that it dropped")
     num_drafts_total: int = _stat(
         "penstock_spec_decode_num_drafts", "Drafts, counted per sequence and step", "spec_decode.drafts_total"

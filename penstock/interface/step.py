@@ -225,11 +225,14 @@ class StepOutput:
 
     Attributes:
         bytes_received: bytes that the first process of each model part received from other processes to compute it.
+        num_compiled, num_recorded: kernels that were compiled and programs that were recorded since the step before.
     """
 
     step_id: int
     results: dict[str, RequestStepOutput]
     bytes_received: int = 0
+    num_compiled: int = 0
+    num_recorded: int = 0
 
 
 class Executor(Protocol):

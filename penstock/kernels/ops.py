@@ -474,6 +474,10 @@ class Program(Protocol):
 class RecordingOps(Ops, Protocol):
     """A backend that can record a forward pass as a program."""
 
+    @property
+    def num_compiled(self) -> int:
+        """The number of kernels that this process has compiled so far."""
+
     def program_rows(self, tokens: int) -> int:
         """Choose the tokens of the program that computes a step of `tokens` tokens: as many or more; 0: none does.
 

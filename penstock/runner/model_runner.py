@@ -100,6 +100,8 @@ class ModelRunner:
             raise EngineError("the runner needs a resolved config")
         self.computing = _prepare_torch(ops, 1 if config.numerics.kernels == "cpu" else threads)
         self.ops = ops
+        self._recording = ops if isinstance(ops, RecordingOps) else None
+        self._prepared = 0, 0  # of what is counted as prepared: what earlier steps have reported
         self.model = model
         if self.may_record(config, model_config):
             self.model = RecordedModel(model, cast(RecordingOps, ops))
@@ -156,7 +158,14 @@ class ModelRunner:
             self._finish(pending, pending.step, results)
         pairs = zip(plan.scheduled, results, strict=True)
         finished = {item.request_id: result if result.error is None else _failed(result) for item, result in pairs}
-        return StepOutput(plan.step_id, finished)
+        return StepOutput(plan.step_id, finished, 0, *self._newly_prepared())
+
+    def _newly_prepared(self) -> tuple[int, int]:
+        """Count the kernels compiled and the programs recorded since the last call."""
+        compiled, recorded = self._prepared
+        recorded_now = self.model.num_recorded if isinstance(self.model, RecordedModel) else 0
+        self._prepared = 0 if self._recording is None else self._recording.num_compiled, recorded_now
+        return self._prepared[0] - compiled, self._prepared[1] - recorded
 
     def _note_special_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Follow the few requests that have a form or are pooled. A step without any calls neither part."""
@@ -517,9 +526,14 @@ class _Recorded:
 class RecordedModel:
     """A CausalLM that gives its model's results. Its forward pass over few tokens is recorded as a program, as other
     engines do with CUDA graphs. Steps of fewer tokens than a program has are padded, if the backend says so
-    (RecordingOps.program_rows). It stops recording if a pass does more than call operations."""
+    (RecordingOps.program_rows). It stops recording if a pass does more than call operations.
+
+    Attributes:
+        num_recorded: the number of programs that were recorded so far.
+    """
 
     def __init__(self, model: CausalLM, ops: RecordingOps) -> None:
+        self.num_recorded = 0
         self._model = model
         self._ops = ops
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
@@ -586,6 +600,7 @@ class RecordedModel:
         if program is None:
             self._recordable = False
         else:
+            self.num_recorded += 1
             self._recorded[input_ids.shape[0], head] = _Recorded(input_ids, ctx.positions, ctx.kv_caches, program)
         return result
 

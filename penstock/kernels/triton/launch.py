@@ -15,9 +15,13 @@ Multiply-adds are never contracted: a fused one is written out (tl.fma). So the 
 """
 
 import contextlib
+import json
 import math
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +61,20 @@ class Compiler:
 _compilers: list[Compiler] = []
 
 
+@dataclass
+class Compilations:
+    """Counts the kernels that were compiled in this process; those in Triton's cache on the disk were not."""
+
+    count: int = 0
+
+    def __call__(self, *, cache_hit: bool, **what: Any) -> None:
+        self.count += not cache_hit
+
+
+compilations = Compilations()
+knobs.compilation.listener = compilations
+
+
 @contextlib.contextmanager
 def compiling(architecture: int) -> Iterator[Compiler]:
     """Compile kernels for an architecture (90 is sm_90) instead of launching them."""
@@ -88,15 +106,31 @@ def processors() -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 1, **constants: Any) -> None:
-    """Launch a kernel with a grid of programs. warps, stages: how it is compiled, which never changes a bit."""
+    """Launch a kernel with a grid of programs. warps, stages: how it is compiled, which never changes a bit.
+
+    A kernel that is damaged in Triton's cache on the disk is compiled again.
+    """
     if INTERPRETED:
         kernel[grid](*arguments, **constants)
         return
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False, **constants}
+    try:
+        _launch(kernel, grid, arguments, options)
+    except (json.JSONDecodeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "kernel image" not in str(error):  # what CUDA says of a damaged binary
+            raise
+        print(f"penstock: {kernel.__name__} is damaged in {knobs.cache.dir}; it is compiled again", file=sys.stderr)
+        for folder in {file.parent for file in Path(knobs.cache.dir).glob(f"*/*{kernel.__name__}.*")}:
+            shutil.rmtree(folder, ignore_errors=True)
+        kernel.device_caches.clear()
+        _launch(kernel, grid, arguments, options)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     if _compilers:
-        _compilers[-1].kernels.append(kernel.warmup(*arguments, grid=grid, **options, **constants))
+        _compilers[-1].kernels.append(kernel.warmup(*arguments, grid=grid, **options))
     else:
-        kernel[grid](*arguments, **options, **constants)
+        kernel[grid](*arguments, **options)
 
 
 class Scratch(Protocol):

@@ -37,7 +37,7 @@ from penstock.kernels.triton import cache as paged
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.device import LEAVES
 from penstock.kernels.triton.experts import Experts
-from penstock.kernels.triton.launch import FixedScratch
+from penstock.kernels.triton.launch import FixedScratch, compilations
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.quantize import operand
 from penstock.kernels.triton.work import PlannedMetadata
@@ -364,6 +364,10 @@ class TritonOps:
         return wait
 
     # --- programs ----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_compiled(self) -> int:
+        return compilations.count
 
     def program_rows(self, tokens: int) -> int:
         return programs.rows(tokens)

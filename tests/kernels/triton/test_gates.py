@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,36 @@ def test_tiles_fit_into_shared_memory(architecture: int) -> None:
         for _, _, tile in choices if name.startswith("product") else ():
             length = tile.rows + tile.columns * (2 if "gated" in name else 1)
             assert length * tile.depth * size * tile.stages < SHARED[architecture], (name, tile)
+
+
+COMPILED = """
+import os, pathlib
+from penstock.kernels.triton.launch import compilations, compiling
+from penstock.kernels.triton.norms import norm_rows
+from tests.kernels.triton.gates import row_cases
+def start():
+    with compiling(90):
+        next(row_cases())[1]()
+    norm_rows.device_caches.clear()  # as in a new process
+    return compilations.count
+print(start(), start())
+for name in ("__grp__norm_rows.json", "norm_rows.json"):
+    file, = pathlib.Path(os.environ["TRITON_CACHE_DIR"]).glob(f"*/{name}")
+    file.write_bytes(file.read_bytes()[:99])
+    print(start(), start())
+"""
+
+
+@pytest.mark.covers("F34")
+def test_what_is_compiled_is_counted(tmp_path: Path) -> None:
+    """Guards against a second start that compiles again what is in the cache, a counter that does not say so, and a
+    damaged file of the cache that is fatal."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split() == ["1", "1", "2", "2", "3", "3"], done.stderr
+    assert done.stderr.count("penstock: norm_rows is damaged in") == 2
 
 
 def is_narrow(case: str) -> bool:
