@@ -69,6 +69,7 @@ class TritonOps:
             torch.cuda.set_device(self.device)
         self.scratch = FixedScratch(self.device)
         self.recorder = programs.Recorder(self.device)
+        self._staging = packed.Staging(self.device)
         self._experts: dict[tuple[PackedLinear, ...], Experts] = {}
         self._constants: dict[int, tuple[Array, Tensor]] = {}  # by the identity of an array
 
@@ -102,13 +103,13 @@ class TritonOps:
         self, weight: Tensor | RowSource, bias: Tensor | None = None, packing: Packing = PLAIN
     ) -> PackedLinear:
         source = weight if hasattr(weight, "read") else TensorRows(weight)
-        return packed.pack(source, bias, packing, self.dtype, self.device)
+        return packed.pack(source, bias, packing, self.dtype, self.device, staging=self._staging)
 
     def pack_part(
         self, weight: RowSource, magnitudes: Array | None, packing: Packing
     ) -> tuple[PackedLinear, Array | None]:
         known = None if magnitudes is None else self.tensor(magnitudes)[:, None]
-        part = packed.pack(weight, None, packing, self.dtype, self.device, known)
+        part = packed.pack(weight, None, packing, self.dtype, self.device, known, self._staging)
         if known is None or part.scales is None:
             return part, None
         scales = as_array(part.scales).copy()

@@ -140,18 +140,20 @@ def pack(
     dtype: torch.dtype,
     device: Any,
     magnitudes: torch.Tensor | None = None,
+    staging: "Staging | None" = None,
 ) -> TritonLinear:
-    """Read, round, quantise and pack a weight, some rows at a time.
+    """Read, round, quantise and pack a weight, some rows at a time. The device may still compute it afterwards.
 
+    staging: how rows are copied, shared by weights so that the next one is read meanwhile.
     magnitudes: [N, 1] float32 for int8, the largest absolute values of rows of which these are parts.
     """
     expected = shapes(source.shape, packing, dtype, bias=bias is not None)
     state = {name: torch.empty(size, dtype=kind, device=device) for name, (size, kind) in expected.items()}
     n, k = source.shape
-    some = max(1, SLICE_BYTES // (4 * k))
+    some, staging = max(1, SLICE_BYTES // (4 * k)), staging or Staging(device)
     for start in range(0, n, some):
         stop = min(n, start + some)
-        rows = as_torch(source.read(start, stop)).to(device=device, dtype=dtype)
+        rows = staging.copy(as_torch(source.read(start, stop))).to(dtype)
         if packing.scheme is None:
             state["values"][start:stop] = rows
         elif packing.scheme.group_size is None:
@@ -163,6 +165,30 @@ def pack(
     if bias is not None:
         state["bias"].copy_(as_torch(bias).to(dtype))
     return assemble(source.shape, packing, dtype, device, state)
+
+
+class Staging:
+    """Copies pieces to a device, to a GPU through two pinned buffers in turn: while the device copies and packs one
+    piece, the host reads the next one. A piece waits until the copy before the last has left its buffer."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = torch.device(device)
+        self._slots: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def copy(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the device. Its memory may be used again at once."""
+        if self._device.type != "cuda" or rows.device.type != "cpu":
+            return rows.to(self._device)
+        buffer, copied = self._slots.pop(0) if len(self._slots) == 2 else (torch.empty(0), torch.cuda.Event())
+        copied.synchronize()  # returns at once if nothing was recorded
+        if buffer.nbytes < rows.nbytes:
+            buffer = torch.empty(rows.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        staged = buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        staged.copy_(rows)
+        found = staged.to(self._device, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self._device))
+        self._slots.append((buffer, copied))
+        return found
 
 
 def _words(rows: torch.Tensor, packing: Packing, size: int) -> tuple[torch.Tensor, torch.Tensor]:

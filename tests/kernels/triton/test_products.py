@@ -13,6 +13,7 @@ from penstock.kernels.ops import Packing, TensorRows
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton import configurations, products
+from penstock.kernels.triton import packed as pieces
 from penstock.kernels.triton.configurations import HOPPER, MANY, Tile, table_of
 from penstock.kernels.triton.launch import architecture
 from penstock.kernels.triton.packed import TritonLinear, pack
@@ -33,6 +34,17 @@ def product(x: Tensor, weight: TritonLinear, activation: str = "", dtype: torch.
     gated = weight.packing.gated
     out = torch.full((len(x), weight.shape[0] // (2 if gated else 1)), float("nan"), dtype=dtype)
     return products.product(operand(x, weight), weight, out, activation=activation, gated=gated)
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
+def test_weights_in_pieces(scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against rows that are packed in another place, and, on a GPU, a buffer that is filled again too soon."""
+    weight = draw(70, 64, dtype=BF16).cpu()
+    packing = Packing(scheme=None if scheme is None else Scheme.parse(scheme, 32 if scheme == "int4" else None))
+    whole = packed(weight, None, packing, BF16).state()
+    monkeypatch.setattr(pieces, "SLICE_BYTES", 7 * 4 * 64)
+    found = packed(weight, None, packing, BF16).state()
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
 
 # dtype, scheme, leaf ends, K, activation, gated, rows
