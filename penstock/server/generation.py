@@ -267,6 +267,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+        del task, watcher  # an exception refers to this frame, and its task to the exception: a cycle
 
 
 async def _disconnected(receive: Receive) -> None:
