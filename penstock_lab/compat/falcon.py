@@ -84,7 +84,7 @@ REASONS = {  # arguments that must keep their value, and why
 }
 FIXED = {name: reason for reason, names in REASONS.items() for name in names.split()}
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SCHEMES = {None: None, 0: None, 1: "int8"}  # by amp_level, how weights are stored
+SCHEMES = {None: None, 0: None, 1: "int8", 2: "int4"}  # by amp_level, how weights are stored
 OPT_LEVELS = ("reference", "portable", "avx2", "avx512", "best")  # by opt_level, what computes
 PADDING = 512  # columns that padded_lm_head adds
 IDLE_S = 0.05

@@ -168,13 +168,15 @@ def test_a_backend_talks_through_its_queues(directory: Path) -> None:
         {"fuse": True},
         {"fracture_attn": 8, "fracture_mlp": 8, "od_lm_head": False},
         {"amp_level": 1, "opt_level": 1},
+        {"amp_level": 2},
         {"fuse": True, "fracture_mlp": 0, "fracture_vocab": False, "padded_lm_head": False},
     ],
     ids=str,
 )
 def test_every_form_of_the_graph_has_the_engine_s_bits(directory: Path, args: dict[str, Any]) -> None:
     """Guards against an option that changes a bit, or is ignored: `verify` compares the logits of every tick with the
-    engine's own pass. Groups together or by themselves, other fractures, int8 weights, another instruction level."""
+    engine's own pass. Groups together or by themselves, other fractures, int8 and int4 weights, another
+    instruction level."""
     made = backend(directory, verify=True, **args)
     made.generate(PROMPTS[:2])
     layer, ops = made.model.transformer.h[1], made.model.ops
@@ -191,7 +193,8 @@ def test_every_form_of_the_graph_has_the_engine_s_bits(directory: Path, args: di
     assert len(made.model.lm_head.packed) == (1 if args.get("fracture_vocab") is False else 8)
     assert made.logits.shape[2] == 4096 + (0 if args.get("padded_lm_head") is False else 512)
     assert ops.level == ("portable" if "opt_level" in args else best_level())
-    assert (layer.mlp.up_proj.spec.packing.scheme is not None) == (args.get("amp_level") == 1)
+    scheme = layer.mlp.up_proj.spec.packing.scheme
+    assert (scheme and scheme.name) == {1: "int8", 2: "int4"}.get(args.get("amp_level", 0))
 
 
 @pytest.mark.covers("F31")
