@@ -294,7 +294,7 @@ class EventStream(Response):
         self._events = events
         self._stall_timeout_s = stall_timeout_s
         self._done = done
-        self._headers = [(b"content-type", media), *STREAM_HEADERS]
+        self._media = media
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await until_disconnect(receive, self._run(scope, send))
@@ -302,7 +302,13 @@ class EventStream(Response):
     async def _run(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:
             event = await anext(events, _END)
-            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-type", self._media), *STREAM_HEADERS],
+                }
+            )
             encode = msgspec.json.Encoder().encode
             try:
                 while event is not _END:
