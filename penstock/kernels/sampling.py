@@ -47,13 +47,13 @@ class SamplingTensors:
         temperature: [M] float32; 0 is greedy.
         top_k: [M] int64, V where off.    top_p: [M] float32, 1 where off.    min_p: [M] float32, 0 where off.
         noise_key: [M, 3] int64: seed as unsigned 64 bits in two's complement, choice index, output position.
-        allowed: different rows [R] int64, and bitmaps [R, V / 32, rounded up] int32, as `pack_bits` makes them, of the
-            ids that may be chosen there. `choose` may change the logits of these rows.
         masked: [P, 2] int64 pairs (row, id) that may not be chosen.
         bias: pairs [P, 2] int64 and their values [P] float32.
         repetition: penalty [M] float32, and the distinct pairs (row, id) seen in prompt or output, [P, 2] int64.
         counts: frequency and presence penalty [M] float32 each, the distinct pairs (row, id) generated so far
             [P, 2] int64, and how often each was generated [P] float32.
+        allowed: different rows [R] int64, and bitmaps [R, V / 32, rounded up] int32, as `pack_bits` makes them, of the
+            ids that may be chosen there. `choose` may change the logits of these rows.
     """
 
     temperature: Tensor
@@ -61,11 +61,11 @@ class SamplingTensors:
     top_p: Tensor | None = None
     min_p: Tensor | None = None
     noise_key: Tensor | None = None
-    allowed: tuple[Tensor, Tensor] | None = None
     masked: Tensor | None = None
     bias: tuple[Tensor, Tensor] | None = None
     repetition: tuple[Tensor, Tensor] | None = None
     counts: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    allowed: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,8 +289,8 @@ def adjust(logits: Tensor, params: SamplingTensors, scratch: Scratch = ANEW) -> 
         work = scratch.empty(tuple(logits.shape), logits.dtype, logits.device).copy_(logits)
     if params.allowed is not None:
         rows, bits = params.allowed
-        grid = (triton.cdiv(logits.shape[1], BLOCK), len(rows))
-        launch(hide, grid, work, rows, bits, logits.shape[1], bits.shape[1], BLOCK=BLOCK, warps=8)
+        vocab, words = logits.shape[1], bits.shape[1]
+        launch(hide, (triton.cdiv(vocab, BLOCK), len(rows)), work, rows, bits, vocab, words, BLOCK=BLOCK, warps=8)
     for operation, pairs, *numbers in changes:
         grid = (triton.cdiv(len(pairs), 128),)
         sizes = len(pairs), logits.shape[1]

@@ -118,7 +118,8 @@ def attention_cases(architecture: int) -> Iterator[Case]:
 def sampling_cases(architecture: int) -> Iterator[Case]:
     logits, ids, numbers = meta(4, 128256, dtype=F32), meta(4, dtype=torch.int64), meta(4, dtype=F32)
     pairs, key = meta(9, 2, dtype=torch.int64), meta(4, 3, dtype=torch.int64)
-    given = SamplingTensors(numbers, ids, numbers, numbers, key, pairs, (pairs, meta(9, dtype=F32)))
+    allowed = meta(2, dtype=torch.int64), meta(2, 4008, dtype=torch.int32)
+    given = SamplingTensors(numbers, ids, numbers, numbers, key, pairs, (pairs, meta(9, dtype=F32)), allowed=allowed)
     yield "sampling", lambda: sampling.choose(logits, given)
     if architecture != 90:
         return
