@@ -59,7 +59,7 @@ class ScriptedClient:
         self._checking = Turns(1)
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         size = tokenizer.vocab_size
-        self.model_info = ModelInfo("scripted", MAX_MODEL_LEN, size, ends, "float32", "scripted")
+        self.model_info = ModelInfo("demo", MAX_MODEL_LEN, size, ends, "float32", "scripted")
         groups = [CacheGroup((0,), None, NUM_BLOCKS, BLOCK_SIZE)]
         self.executor = MockExecutor(groups, size)
         self.engine = Engine(

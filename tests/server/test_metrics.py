@@ -142,18 +142,18 @@ def test_backlogs_are_those_of_the_load() -> None:
 
         engine.step = held_step  # type: ignore[method-assign]
         prompts = [[100 + number] * 40 for number in range(94)]
-        body = json.dumps({"model": "scripted", "prompt": prompts, "max_tokens": 20, "ignore_eos": True}).encode()
+        body = json.dumps({"model": "demo", "prompt": prompts, "max_tokens": 20, "ignore_eos": True}).encode()
         call = asyncio.create_task(server.call("POST", "/v1/completions", body, JSON))
         while engine.stats().num_waiting < 94:
             await asyncio.sleep(0)
         allowed = 1
         while not engine.stats().num_running:
             await asyncio.sleep(0)
-        during = samples((await server.call("GET", "/metrics")).body.decode(), "scripted")
+        during = samples((await server.call("GET", "/metrics")).body.decode(), "demo")
         status = json.loads((await server.call("GET", "/status")).body)
         allowed = 10**6
         assert (await call).status == 200
-        after = samples((await server.call("GET", "/metrics")).body.decode(), "scripted")
+        after = samples((await server.call("GET", "/metrics")).body.decode(), "demo")
         assert server.client.leftovers() is None
         await server.client.shutdown()
         return during, status, after

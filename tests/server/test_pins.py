@@ -105,7 +105,7 @@ def test_a_pin_is_made_found_listed_and_deleted() -> None:
     status = client.get("/status").json()
     assert status["kv_blocks"]["pinned"] == 4
     assert [(use["name"], use["hits"]) for use in status["prefixes"]] == [("system", 1)]
-    metrics = samples(client.get("/metrics").text, "scripted")
+    metrics = samples(client.get("/metrics").text, "demo")
     assert metrics['penstock_pinned_prefix_hits_total{pin="system"}'] == 1
     assert metrics["penstock_prefix_cache_hits_total"] == 64
     assert metrics["penstock_prefix_cache_queries_total"] == 134
