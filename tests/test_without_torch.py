@@ -65,8 +65,8 @@ NEED_TORCH = {
     "penstock.kernels.reference", "penstock.kernels.triton", "penstock.kernels.cpu.torch_watch", "penstock.layers.swap",
     "penstock.models.transformers", "penstock_lab.bench.attention", "penstock_lab.bench.contention",
     "penstock_lab.bench.experts", "penstock_lab.bench.loading", "penstock_lab.bench.ops", "penstock_lab.bench.perf_log",
-    "penstock_lab.bench.products", "penstock_lab.bench.ranks", "penstock_lab.check", "penstock_lab.compat.jetstream",
-    "penstock_lab.conventions", "penstock_lab.training",
+    "penstock_lab.bench.products", "penstock_lab.bench.ranks", "penstock_lab.check", "penstock_lab.compat.falcon",
+    "penstock_lab.compat.jetstream", "penstock_lab.conventions", "penstock_lab.training",
 }  # fmt: skip
 
 

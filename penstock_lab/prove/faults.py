@@ -195,12 +195,13 @@ def open_failing(
         streaming = Streaming(options | {"engine_plan": EnginePlan(partial(FailingChild, fault))}, queries)
         stack.callback(streaming.close)
         return streaming
+    blocks = Path(stack.enter_context(TemporaryDirectory()))  # removed after the engine, which writes to it, has ended
     built = build_engine(EngineConfig.from_options(**options))
     inner, groups = built.engine.executor, built.engine.kv_cache.groups
     stack.callback(inner.shutdown)
     if not isinstance(inner, LocalExecutor) or built.config.numerics.kernels != "cpu":
         raise NotSupportedError("only the native kernels (--kernels cpu) in one process keep blocks in files")
-    files = FailingFiles(fault, Path(stack.enter_context(TemporaryDirectory())))  # for the blocks that are evicted
+    files = FailingFiles(fault, blocks)  # for the blocks that are evicted
     store = inner.use_store(lambda block_bytes: TieredBlockStore(block_bytes, 0, files))
     planned = PlannedEngine(built.config, built.model_config, groups)
     engine = planned.make(FailingExecutor(fault, inner), kv_cache=FailingCache(fault, groups, store))

@@ -682,7 +682,7 @@ def test_a_program_keeps_what_it_uses(pair: tuple[CpuOps, ReferenceOps]) -> None
 def test_a_number_given_for_a_float_is_recorded_as_one(pair: tuple[CpuOps, ReferenceOps]) -> None:
     """Guards against an integer's bits that a replay reads as those of a double."""
     x, weight = draw(2, HIDDEN), draw(HIDDEN)
-    first, program = pair[0].record(lambda: pair[0].rms_norm(x, weight, 1), ())
+    first, program = pair[0].record(lambda _: pair[0].rms_norm(x, weight, 1), ())
     assert program is not None
     expected = first.clone()
     assert torch.equal(program.run(()), expected)
@@ -706,13 +706,13 @@ def test_rounding_is_the_same_on_every_thread() -> None:
 def test_what_a_program_would_leave_out_is_not_recorded(pair: tuple[CpuOps, ReferenceOps]) -> None:
     """Guards against a sum of torch's, or an operation that no program knows, that a replayed step would not do."""
     ops, x, weight = pair[0], draw(2, HIDDEN), draw(HIDDEN)
-    assert ops.record(lambda: ops.rms_norm(x, weight, EPS), ())[1] is not None
-    assert ops.record(lambda: ops.rms_norm(x[:1], weight, EPS), ())[1] is not None
-    assert ops.record(lambda: ops.rms_norm(x + 1, weight, EPS), ())[1] is None
-    assert ops.record(lambda: ops.rms_norm(x, weight, EPS).clone(), ())[1] is None
-    assert ops.record(lambda: ops.log_softmax(x), ())[1] is None
+    assert ops.record(lambda _: ops.rms_norm(x, weight, EPS), ())[1] is not None
+    assert ops.record(lambda _: ops.rms_norm(x[:1], weight, EPS), ())[1] is not None
+    assert ops.record(lambda _: ops.rms_norm(x + 1, weight, EPS), ())[1] is None
+    assert ops.record(lambda _: ops.rms_norm(x, weight, EPS).clone(), ())[1] is None
+    assert ops.record(lambda _: ops.log_softmax(x), ())[1] is None
     with pytest.raises(ValueError, match="x: "):
-        ops.record(lambda: ops.rms_norm(x.double(), weight, EPS), ())
+        ops.record(lambda _: ops.rms_norm(x.double(), weight, EPS), ())
     assert torch.equal(ops.rms_norm(x, weight, EPS), ops.rms_norm(x, weight, EPS))
 
 
@@ -732,7 +732,7 @@ def test_what_torch_computes_is_run_again(pair: tuple[CpuOps, ReferenceOps]) -> 
         return ops.rms_norm(mixed + (turned * y).mean(), weight, EPS).float() + y
 
     inputs = [draw(rows, HIDDEN) for rows in (2, 4)]
-    programs = [ops.record(lambda x=x: forward(x), (), torch_too=True)[1] for x in inputs]
+    programs = [ops.record(lambda _, x=x: forward(x), (), torch_too=True)[1] for x in inputs]
     for _ in range(2):
         for x, program in zip(inputs, programs, strict=True):
             x.copy_(draw(*x.shape, seed=7) + x)
@@ -743,7 +743,7 @@ def test_what_torch_computes_is_run_again(pair: tuple[CpuOps, ReferenceOps]) -> 
 @pytest.mark.parametrize("depends", [lambda x: x * int(x[0, 0]), lambda x: x[x > 0], torch.rand_like])
 def test_what_depends_on_values_is_not_recorded(depends: Any, pair: tuple[CpuOps, ReferenceOps]) -> None:
     """Guards against a branch or a number of results that a program would take from the recorded pass."""
-    assert pair[0].record(lambda: depends(draw(2, HIDDEN)), (), torch_too=True)[1] is None
+    assert pair[0].record(lambda _: depends(draw(2, HIDDEN)), (), torch_too=True)[1] is None
 
 
 # --- the backend ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.errors import NotSupportedError
+from penstock.errors import InvalidRequestError
 from penstock.kernels.backends import load_ops
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, RotaryParams
 from penstock.kernels.ops import Packing
@@ -269,5 +269,5 @@ def test_rows_near_zero_are_zero_in_int8_products() -> None:
 def test_an_unbuilt_backend_is_refused_by_name() -> None:
     """Guards against a silent fallback."""
     assert load_ops("reference", torch.float32).name == "reference"
-    with pytest.raises(NotSupportedError, match="tpu"):
+    with pytest.raises(InvalidRequestError, match="there are no kernels 'tpu'"):
         load_ops("tpu", torch.float32)

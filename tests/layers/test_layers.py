@@ -18,7 +18,7 @@ from tests.kernels.packed import levels
 
 
 def slot(columns: tuple[int, ...], dtype: str) -> Slot:
-    return Slot(columns, dtype, ReferenceOps(torch.float32).empty)
+    return Slot(columns, dtype, ReferenceOps(torch.float32).empty, 1)
 
 
 def parameter(name: str, shape: tuple[int, ...]) -> Parameter:

@@ -112,7 +112,7 @@ def test_counts_of_a_placement_have_a_bound() -> None:
         (("--devices", "8x16XB"), "write it like"),
         (("--memory", "0"), "--memory: 0 is not allowed"),
         (("--memory", "nan"), "write it like"),
-        (("--hardware", "nope"), "--hardware: there is no 'nope'; names are this, ascend-910b"),
+        (("--hardware", "nope"), "--hardware: there is no 'nope'; names are this, a100-sxm-80gb"),
         (("--hardware", ""), "is not a file"),
         (("--placement", "nope"), "--placement: there is no 'nope'; names are falcon-40b-galaxy"),
         (("--hardware", "wormhole-n150", "--tensor-parallel-size", "2"), "--devices: 1 are too few for a model"),
