@@ -23,7 +23,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
-from penstock.kernels.cpu.host import resident_bytes
+from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor
 from penstock.kernels.triton import device as gpu
@@ -146,8 +146,9 @@ def build_engine(
     launcher = open_launcher(config)
     try:
         ops = make_ops(config, model_config)
-        sharing = 1 if config.numerics.kernels == TRITON else num_engines  # each has a GPU of its own
-        free = UNLIMITED if takes_over else launcher.free_memory_bytes(ops.free_bytes) // sharing
+        alone = config.numerics.kernels == TRITON  # each engine has a GPU of its own
+        measure = ops.free_bytes if alone else free_memory_bytes  # other machines find the latter by its name
+        free = UNLIMITED if takes_over else launcher.free_memory_bytes(measure) // (1 if alone else num_engines)
         return _build(
             config,
             model_config,
