@@ -9,7 +9,7 @@ as a flat list of tensors; with 60 layers and 8 key/value heads they are 960:
     input_ids, position_ids, kv_mask_id   [1, 32] int64; kv_mask_id is the slot of each row's token, -1 in empty rows
     attention_mask                        [1, 32, S] bool, the slots that a row sees
     past_key_values                       per layer G keys, then G values, [1, 32, S, D] each
-    hidden_states                         [1, 32, hidden]; those of empty rows are NaN, which nobody else may feel
+    hidden_states                         [1, 32, hidden]; those of empty rows are NaN, and change no other row
 
 Every group (a key/value head with its query heads) has products of its own, wq_list, wk_list, wv_list and dense_list.
 Attention is in two parts, the cache and the new token, so it does not wait for the cache, which is updated without a

@@ -47,7 +47,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What is drawn beside the table.
+    """The prompts, the chunk and the pipeline of which pictures are drawn beside the table.
 
     Attributes:
         prompt_lens: tokens of each prompt.
