@@ -156,7 +156,7 @@ def _beyond(param: str, message: str) -> InvalidRequestError:
 
 
 class Lease:
-    """What one request holds of an account: a place among the open requests, and tokens.
+    """What one request holds of an account: a place among the open requests, and tokens; and the use of its model.
 
     Its connection holds it, and so does a call that outlives the connection (`share`); each of them releases it once.
     After the last release, the tokens that were reserved and not used are back in the account.
@@ -169,6 +169,11 @@ class Lease:
         self._bucket = account.tokens  # a reload of the file may give the account another one
         self._reserved = 0
         self._used = 0
+        self._at_end: list[Callable[[], None]] = []
+
+    def until_end(self, end: Callable[[], None]) -> None:
+        """Call `end` after the last release: what else the request holds is then given back."""
+        self._at_end.append(end)
 
     def share(self) -> "Lease":
         """Return the lease for another holder."""
@@ -203,6 +208,8 @@ class Lease:
             self.account.num_open -= 1
             if self._bucket is not None:
                 self._bucket.spend(self._used - self._reserved)
+            for end in self._at_end:
+                end()
 
 
 class Stock:

@@ -7,6 +7,7 @@ only, because a block is computed from a user's prompt. Knows nothing about sock
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -25,6 +26,8 @@ from starlette.routing import Route
 from penstock import __version__
 from penstock.client.engine_client import EngineClient, EngineState
 from penstock.client.input_processor import PromptRequest, check_salt
+from penstock.client.model_pool import ModelPool
+from penstock.client.turns import Turns
 from penstock.errors import InvalidRequestError, PenstockError, check_ids, fail, string_tuple
 from penstock.interface.kv_transfer import MAX_BATCH, Progress
 from penstock.interface.messages import ModelInfo
@@ -40,6 +43,7 @@ from penstock.server.context import (
     is_administrator,
     json_response,
     log_of,
+    model_of,
     read_body,
     shown_memory,
     shown_process,
@@ -119,16 +123,18 @@ SHOWN_PREFIXES = 10
 ANTHROPIC_VERSION = "anthropic-version"  # the header that every client of Anthropic's API sends
 
 
-def create_app(client: EngineClient, options: ServerOptions | None = None) -> Starlette:
-    """Build the application over an engine client. It neither starts nor stops the engine.
+def create_app(models: ModelPool | EngineClient, options: ServerOptions | None = None) -> Starlette:
+    """Build the application over a pool of models, or over the engine client of the only one. It starts and stops no
+    engine of its own accord.
 
-    `app.state.context.draining = True` makes it refuse new requests. With a journal, the caller has to start and close
-    `app.state.context.kept`.
+    `app.state.context.models.draining = True` makes it refuse new requests. With a journal, the caller has to start and
+    close `app.state.context.kept`.
 
     Raises InvalidRequestError if the journal cannot be used.
     """
     options = options or ServerOptions()
-    metrics = Metrics(client)
+    models = models if isinstance(models, ModelPool) else ModelPool.of(models)
+    metrics = Metrics(next(iter(models)).client)
     keys = KeyRing(options.api_key, options.api_key_file, metrics.note_use)
     app = Starlette(
         routes=_routes(),
@@ -140,7 +146,12 @@ def create_app(client: EngineClient, options: ServerOptions | None = None) -> St
     tracing = Tracing(endpoint) if endpoint else None
     timelines = TimelineTable([metrics.note_timeline, *([tracing.export] if tracing else [])])
     kept = KeptCalls(options.journal, max_bytes=options.max_kept_bytes)
-    app.state.context = ServerContext(client, options, metrics, keys, kept=kept, timelines=timelines, sources=SOURCES)
+    shared: dict[str, Any] = {"models": models, "options": options, "metrics": metrics, "keys": keys, "kept": kept}
+    shared |= {"timelines": timelines, "sources": SOURCES, "created": int(time.time())}
+    shared |= {"tokenizing": Turns(options.max_parallel_tokenizations), "reporting": Turns(1)}
+    contexts: list[ServerContext] = []
+    contexts += [ServerContext(model=model, all=contexts, **shared) for model in models]
+    app.state.context = contexts[0]
     app.state.tracing = tracing
     return app
 
@@ -236,7 +247,7 @@ async def health(request: Request) -> Response:
     """Answer 200 only while the engine makes progress. A 503 has the engine's state, or "stuck", as `status`."""
     context = context_of(request)
     now = context.client.status()
-    state = EngineState.DRAINING if context.draining else now.state
+    state = EngineState.DRAINING if context.models.draining else now.state
     if state is EngineState.READY and now.making_progress:
         return Response()
     problem = "stuck" if state is EngineState.READY else state.value
@@ -245,7 +256,7 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Answer 200 while a new request would be accepted."""
-    if context_of(request).draining:
+    if context_of(request).models.draining:
         raise unavailable("the server is shutting down")
     return await health(request)
 
@@ -260,7 +271,7 @@ async def status(request: Request) -> Response:
     context = context_of(request)
     prefixes = context.client.most_used_prefixes(SHOWN_PREFIXES) if is_administrator(request) else []
     now = context.client.status()
-    draining = context.draining and now.state is not EngineState.FAILED
+    draining = context.models.draining and now.state is not EngineState.FAILED
     answer = {
         "engine": shown_process(replace(now, state=EngineState.DRAINING) if draining else now),
         **shown_stats(now.stats),
@@ -330,7 +341,7 @@ async def metrics(request: Request) -> Response:
 async def list_models(request: Request) -> Response:
     """List the model under each of its names; for clients of Anthropic's API, as that describes models."""
     context = context_of(request)
-    cards = [_card(request, name) for name in context.model_names()]
+    cards = [_card(one, request, name) for one in context.all for name in one.model_names()]
     more: dict[str, Any] = {"object": "list"}
     if ANTHROPIC_VERSION in request.headers:
         more = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
@@ -339,12 +350,12 @@ async def list_models(request: Request) -> Response:
 
 async def retrieve_model(request: Request) -> Response:
     """Describe the model."""
-    return json_response(_card(request, context_of(request).check_model(request.path_params["model"])))
+    name = request.path_params["model"]
+    return json_response(_card(context_of(request).named(name), request, name))
 
 
-def _card(request: Request, name: str) -> dict[str, Any]:
+def _card(context: ServerContext, request: Request, name: str) -> dict[str, Any]:
     """Describe a model as OpenAI does, with vLLM's fields and the model's certificate, or as Anthropic does."""
-    context = context_of(request)
     info = context.known_info()
     if ANTHROPIC_VERSION in request.headers:
         return model_card(name, context.created, info)
@@ -363,10 +374,9 @@ def _card(request: Request, name: str) -> dict[str, Any]:
 
 async def create_tokens(request: Request) -> Response:
     """Handle POST /tokenize: turn a text, or a conversation, into token ids."""
-    context = context_of(request)
     body = await read_body(request, TokenizeRequest)
+    context = await model_of(request, body.model)
     info = context.info()
-    context.check_model(body.model)
     tokens = await tokenize(context, body, info)
     texts = None
     if body.return_token_strs:
@@ -377,10 +387,9 @@ async def create_tokens(request: Request) -> Response:
 
 async def create_text(request: Request) -> Response:
     """Handle POST /detokenize: turn token ids into a text."""
-    context = context_of(request)
     body = await read_body(request, DetokenizeRequest)
+    context = await model_of(request, body.model)
     info = context.info()
-    context.check_model(body.model)
     limit = MAX_CHARS_PER_TOKEN * info.max_model_len
     if len(body.tokens) > limit:
         raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many; at most {limit}", param="tokens")
@@ -394,10 +403,9 @@ async def create_text(request: Request) -> Response:
 async def create_pin(request: Request) -> Response:
     """Handle POST /v1/cache/pin: compute a prefix and keep it until it is deleted or the server stops."""
     check_administrator(request)
-    context, log = context_of(request), log_of(request)
     body = await read_body(request, PinRequest)
+    context, log = await model_of(request, body.model), log_of(request)
     info = context.info()
-    context.check_model(body.model)
     (prompt,) = salted(request, body.cache_salt, [await _prompt(context, body, info)])
     if body.cache_salt is None:  # the pin is public, even where requests are salted by key
         prompt = replace(prompt, cache_salt=None)

@@ -20,7 +20,7 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, LogprobsA
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server import openai_responses as shapes
 from penstock.server.api_errors import ApiError
-from penstock.server.context import ServerContext, context_of, json_response, log_of, read_body, within_limits
+from penstock.server.context import ServerContext, json_response, log_of, model_of, read_body, within_limits
 from penstock.server.generation import EventStream, Generation, sse_data, until_disconnect
 from penstock.server.inputs import (
     Rules,
@@ -61,11 +61,11 @@ async def _create(
     prompts_of: Callable[[ServerContext, Body, ModelInfo], Awaitable[list[PromptRequest]]],
 ) -> Response:
     """Validate the request, run it, and send the answer whole or as a stream."""
-    context, log = context_of(request), log_of(request)
     body = await read_body(request, body_type)
     body.check()
+    context, log = await model_of(request, body.model), log_of(request)
     info = context.info()
-    envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
+    envelope = {"model": context.shown_name(body.model), "system_fingerprint": info.system_fingerprint}
     if (last := request.headers.get("last-event-id")) is not None:
         return continued(request, kind, body, last)
     context.arrive(log)  # refuse it before spending time on the prompt

@@ -1,14 +1,15 @@
 """The tools of every route: the app's state, the request's log and body, JSON answers, and the app's reports of itself.
 
-Each app has its own ServerContext, which is reached through the request (`context_of`), never through a global. The
-load at /status is made from the fields of EngineStats, each of which says under which name it is reported.
+Each app has its own ServerContexts, one for each model, which are reached through the request (`context_of`), never
+through a global. The load at /status is made from the fields of EngineStats, each of which says under which name it is
+reported.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from starlette.responses import Response
 
 from penstock.client.engine_client import EngineClient, EngineStatus
 from penstock.client.input_processor import PromptRequest
+from penstock.client.model_pool import ModelPool, ServedModel
 from penstock.client.turns import Turns
 from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats, ModelInfo
@@ -39,10 +41,12 @@ FLOW: ContextVar[str | None] = ContextVar("flow", default=None)
 
 @dataclass(slots=True)
 class ServerContext:
-    """The state of one app.
+    """The state of one app, as requests to one of its models see it. What it says of no model, all of them share.
 
     Attributes:
-        draining: set once, when the server stops accepting requests.
+        models: all models of the app.
+        model: the one that this context is about.
+        all: the contexts of all models, in the order of `models`.
         kept: the calls that outlive their connection.
         mark_tokens: marks looked up so far -> the token id, or None if the mark is not a single token.
         takes_several_calls: whether the chat template shows several calls of one message; None: not tried yet.
@@ -52,29 +56,47 @@ class ServerContext:
             event loop; if they were not counted, each of them would see the queue as it was before the first.
     """
 
-    client: EngineClient
+    models: ModelPool
+    model: ServedModel
     options: ServerOptions
     metrics: Metrics
     keys: KeyRing
-    created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
-    kept: KeptCalls = field(default_factory=KeptCalls)
-    timelines: TimelineTable = field(default_factory=TimelineTable)
-    sources: Mapping[str, SourceOf] = field(default_factory=dict)
+    kept: KeptCalls
+    timelines: TimelineTable
+    sources: Mapping[str, SourceOf]
+    tokenizing: Turns
+    reporting: Turns
+    created: int
+    all: "list[ServerContext]"
     mark_tokens: dict[str, int | None] = field(default_factory=dict)
     takes_several_calls: bool | None = None
     num_arriving: int = 0
-    tokenizing: Turns = field(init=False)
-    reporting: Turns = field(default_factory=lambda: Turns(1))
 
-    def __post_init__(self) -> None:
-        self.tokenizing = Turns(self.options.max_parallel_tokenizations)
+    @property
+    def client(self) -> EngineClient:
+        return self.model.client
+
+    def named(self, name: str | None) -> "ServerContext":
+        """Find the context of a model, the first one's for None. Raise ApiError (404) for a model that is not served.
+
+        Until the only model's engine is ready, its name may be unknown, and EngineDeadError (503) is raised.
+        """
+        for context in self.all:
+            if name is None or name in context.model_names():
+                return context
+        names = ", ".join(name for context in self.all for name in context.model_names())
+        message = f"The model {ascii(name)[:100]} does not exist; this server has {names}."
+        raise not_found(message, "model_not_found", "model")
 
     def info(self) -> ModelInfo:
         """Find the model. Raise EngineDeadError (503) until the engine has been ready, ApiError (503) if draining."""
-        if self.draining:
-            raise unavailable("the server is shutting down")
+        self.check_open()
         return self.known_info()
+
+    def check_open(self) -> None:
+        """Raise ApiError (503) while the server is draining."""
+        if self.models.draining:
+            raise unavailable("the server is shutting down")
 
     def known_info(self) -> ModelInfo:
         """Find the model, even while draining. Raise ApiError (503) if the engine could not be built."""
@@ -95,15 +117,14 @@ class ServerContext:
         log.is_arriving = False
 
     def model_names(self) -> Sequence[str]:
+        """List the names of the model."""
+        if self.model.name is not None:
+            return (self.model.name,)
         return self.options.served_model_names or (self.known_info().model,)
 
-    def check_model(self, name: str | None) -> str:
-        """Choose the model name for the answer. Raise ApiError (404) for a model that is not served."""
-        names = self.model_names()
-        if name is not None and name not in names:
-            message = f"The model {ascii(name)[:100]} does not exist; this server has {', '.join(names)}."
-            raise not_found(message, "model_not_found", "model")
-        return name or names[0]
+    def shown_name(self, name: str | None) -> str:
+        """Choose the model name for the answer to a request that names this model, or none."""
+        return name or self.model_names()[0]
 
     def tokenizer(self) -> Tokenizer:
         try:
@@ -114,7 +135,25 @@ class ServerContext:
 
 
 def context_of(request: Request) -> ServerContext:
-    context: ServerContext = request.app.state.context
+    """Find the context of the model that the request asks for; until `model_of` has found it, of the first model."""
+    context: ServerContext = getattr(request.state, "context", request.app.state.context)
+    return context
+
+
+async def model_of(request: Request, name: str | None) -> ServerContext:
+    """Find the context of the model that the request names, and wait until the model can compute. It can until the
+    request has ended, or the call that outlives its connection.
+
+    Raises:
+        ApiError: there is no such model (404), or it cannot be served now (503).
+        EngineDeadError, EngineOverloadedError: as EngineClient.generate.
+    """
+    context = request.state.context = context_of(request).named(name)
+    context.check_open()
+    lease = log_of(request).lease
+    assert lease is not None, "only a POST computes"
+    await context.models.use(context.model)
+    lease.until_end(partial(context.models.release, context.model))
     return context
 
 

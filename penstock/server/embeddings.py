@@ -24,7 +24,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.pooling import PoolingParams, cosine
 from penstock.interface.sampling_params import SamplingParams
-from penstock.server.context import ServerContext, context_of, log_of, read_body, within_limits
+from penstock.server.context import ServerContext, log_of, model_of, read_body, within_limits
 from penstock.server.generation import Generation, until_disconnect
 from penstock.server.inputs import Texts, encode, salted, split_texts
 from penstock.server.openai_requests import ComputingRequest, Strict
@@ -158,10 +158,9 @@ async def pooled(
     answer: MakeAnswer,
 ) -> Response:
     """Compute one vector per item, field by field, and send the answer that `answer` makes of them."""
-    context, log = context_of(request), log_of(request)
     body.check()
-    info = context.info()
-    model = context.check_model(body.model)
+    context, log = await model_of(request, body.model), log_of(request)
+    info, model = context.info(), context.shown_name(body.model)
     context.client.check_admission(log.flow)
     info.pooler.settle(params, 1)  # refuses impossible parameters before any text is tokenised
     _check_count(fields)

@@ -27,7 +27,7 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason
 from penstock.interface.sampling_params import MAX_TOKENS
 from penstock.server.completions import ChatAnswers
-from penstock.server.context import ServerContext, context_of, json_response, log_of, read_body, within_limits
+from penstock.server.context import ServerContext, context_of, json_response, log_of, model_of, read_body, within_limits
 from penstock.server.generation import EventStream, Generation, until_disconnect
 from penstock.server.inputs import chat_params, chat_prompts, check_form, rules_of, salted, with_rules
 from penstock.server.openai_requests import ChatRequest, ComputingRequest, Effort, Strict, to_request
@@ -469,11 +469,11 @@ def input_of(text: str) -> Any:
 
 async def create_message(request: Request) -> Response:
     """Handle POST /v1/messages: answer a conversation in Anthropic's format, whole or as a stream of events."""
-    context, log = context_of(request), log_of(request)
     body = await read_body(request, MessageRequest)
     body.check()
+    context, log = await model_of(request, body.model), log_of(request)
     info = context.info()
-    envelope = {"model": context.check_model(body.model), "system_fingerprint": info.system_fingerprint}
+    envelope = {"model": context.shown_name(body.model), "system_fingerprint": info.system_fingerprint}
     context.arrive(log)  # refuse it before spending time on the prompt
     with renaming(NAMES, INSIDE):
         chat = await _chat(request, body)
@@ -491,11 +491,10 @@ async def create_message(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """Handle POST /v1/messages/count_tokens: count the tokens of the prompt that such a message would have."""
-    context = context_of(request)
     body = await read_body(request, CountRequest)
     body.check()
+    context = await model_of(request, body.model)
     info = context.info()
-    context.check_model(body.model)
     with renaming(NAMES, INSIDE):
         (prompt,) = await chat_prompts(context, await _chat(request, body), info)
     return json_response({"input_tokens": len(prompt.token_ids)})

@@ -355,7 +355,7 @@ class OverloadMiddleware:
         try:
             await self._app(scope, receive, send)
         finally:
-            context.arrived(log)
+            scope["state"].get("context", context).arrived(log)
 
 
 def _refusal(context: ServerContext, log: RequestLog) -> EngineOverloadedError | None:

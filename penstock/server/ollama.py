@@ -28,7 +28,7 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOu
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
 from penstock.server.completions import ChatAnswers
-from penstock.server.context import ServerContext, context_of, json_response, log_of, read_body, within_limits
+from penstock.server.context import ServerContext, context_of, json_response, log_of, model_of, read_body, within_limits
 from penstock.server.embeddings import EmbeddingRequest, floats, pooled
 from penstock.server.generation import NDJSON, EventStream, Generation, until_disconnect
 from penstock.server.inputs import (
@@ -475,10 +475,10 @@ async def create_ollama_text(request: Request) -> Response:
 
 
 async def _create(request: Request, body: TextRequest) -> Response:
-    context, log = context_of(request), log_of(request)
     body.check()
-    info = context.info()
-    envelope = {"model": _model_name(context, body.model)}
+    name = _model_name(request, body.model)
+    context, log = await model_of(request, name), log_of(request)
+    info, envelope = context.info(), {"model": name}
     check_int("options.num_ctx", body.given.num_ctx, 1, info.max_model_len, optional=True)
     num_predict = body.given.num_predict
     if num_predict not in ENDLESS:
@@ -522,7 +522,7 @@ async def create_ollama_embed(request: Request) -> Response:
     """Handle POST /api/embed: compute the vectors of texts, each of length 1."""
     body = await read_body(request, OllamaEmbedRequest)
     texts: Texts = [body.input] if isinstance(body.input, str) else body.input
-    cut = _cut(request, body, truncates=body.truncate is not False)
+    cut = await _cut(request, body, truncates=body.truncate is not False)
     params = PoolingParams(truncate_prompt_tokens=cut, dimensions=body.dimensions, normalize=True)
     log = log_of(request)
 
@@ -537,14 +537,14 @@ async def create_ollama_embed(request: Request) -> Response:
 async def create_ollama_embedding(request: Request) -> Response:
     """Handle POST /api/embeddings: compute the vector of a text, not divided by its length."""
     body = await read_body(request, OllamaEmbeddingsRequest)
-    params = PoolingParams(truncate_prompt_tokens=_cut(request, body, truncates=True), normalize=False)
+    params = PoolingParams(truncate_prompt_tokens=await _cut(request, body, truncates=True), normalize=False)
     fields: dict[str, Texts] = {"prompt": [body.prompt]}
     return await pooled(
         request, _embedding(request, body), fields, params, lambda outputs: {"embedding": floats(outputs[0])}
     )
 
 
-def _cut(request: Request, body: OllamaRequest, *, truncates: bool) -> int | None:
+async def _cut(request: Request, body: OllamaRequest, *, truncates: bool) -> int | None:
     """Find the number of tokens to which texts are cut, -1: the context. Raise for options about sampling."""
     body.check()
     options = body.given
@@ -552,7 +552,8 @@ def _cut(request: Request, body: OllamaRequest, *, truncates: bool) -> int | Non
         if name not in (*LOADING, *NEUTRAL, "num_ctx") and getattr(options, name) is not None:
             message = f"options.{name}: not allowed for an embedding, for which nothing is sampled"
             raise InvalidRequestError(message, param=f"options.{name}")
-    check_int("options.num_ctx", options.num_ctx, 1, context_of(request).info().max_model_len, optional=True)
+    context = await model_of(request, _model_name(request, body.model))
+    check_int("options.num_ctx", options.num_ctx, 1, context.info().max_model_len, optional=True)
     if options.num_ctx is not None and not truncates:
         message = "options.num_ctx: not allowed with truncate: false, which refuses what is longer than the context"
         raise InvalidRequestError(message, param="options.num_ctx")
@@ -561,7 +562,7 @@ def _cut(request: Request, body: OllamaRequest, *, truncates: bool) -> int | Non
 
 def _embedding(request: Request, body: OllamaRequest) -> EmbeddingRequest:
     """Make the body with the fields that all embeddings share."""
-    model = _model_name(context_of(request), body.model)
+    model = _model_name(request, body.model)
     return EmbeddingRequest(
         model=model, input=[], cache_salt=body.cache_salt, priority=body.priority, timeout=body.timeout
     )
@@ -575,10 +576,12 @@ LATEST = ":latest"  # clients of Ollama add this tag
 NEVER = "9999-12-31T23:59:59Z"
 
 
-def _model_name(context: ServerContext, name: str) -> str:
-    """Choose the model name for the answer. Raise ApiError (404) for a model that is not served."""
-    known = name in context.model_names()
-    return context.check_model(name if known else name.removesuffix(LATEST))
+def _model_name(request: Request, name: str) -> str:
+    """Find the name under which a model is served. Raise ApiError (404) for a model that is not served."""
+    contexts = context_of(request).all
+    found = name if any(name in context.model_names() for context in contexts) else name.removesuffix(LATEST)
+    contexts[0].named(found)
+    return found
 
 
 def _capabilities(context: ServerContext) -> list[str]:
@@ -628,7 +631,7 @@ async def ollama_version(request: Request) -> Response:
 async def show_ollama_model(request: Request) -> Response:
     """Handle POST /api/show: describe the model, with its chat template and its default parameters."""
     context = context_of(request)
-    _check_name(context, await read_body(request, OllamaShowRequest))
+    _check_name(request, await read_body(request, OllamaShowRequest))
     info, template = context.known_info(), context.tokenizer().chat_template
     defaults = {NAMES[name]: value for name, value in info.default_sampling.items() if name in NAMES}
     numbers = {"general.architecture": "penstock", "penstock.context_length": info.max_model_len}
@@ -646,14 +649,14 @@ async def show_ollama_model(request: Request) -> Response:
 async def pull_ollama_model(request: Request) -> Response:
     """Handle POST /api/pull: report success for the model that is served; there is no other."""
     body = await read_body(request, OllamaPullRequest)
-    _check_name(context_of(request), body)
+    _check_name(request, body)
     line = {"status": "success"}
     return json_response(line) if body.stream is False else Response(_encoded(line), media_type=NDJSON.decode())
 
 
-def _check_name(context: ServerContext, body: OllamaShowRequest) -> None:
+def _check_name(request: Request, body: OllamaShowRequest) -> None:
     """Raise ApiError (404) for a model that is not served."""
     name = body.model or body.name
     if name is None:
         raise InvalidRequestError("model: missing; give the name of a model", param="model", code="missing_field")
-    _model_name(context, name)
+    _model_name(request, name)

@@ -25,7 +25,7 @@ from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
 from penstock.server.api_errors import ApiError, unavailable
 from penstock.server.completions import ChatAnswers
-from penstock.server.context import ServerContext, context_of, json_response, read_body, within_limits
+from penstock.server.context import ServerContext, context_of, json_response, model_of, read_body, within_limits
 from penstock.server.generation import Generation, until_disconnect
 from penstock.server.inputs import (
     chat_prompts,
@@ -577,12 +577,11 @@ TRUE, FALSE = ("true", "True", "1"), ("false", "False", "0")
 
 async def create_response(request: Request) -> Response:
     """Handle POST /v1/responses: answer an input, at once, as events or in the background."""
-    context = context_of(request)
     body = await read_body(request, ResponseRequest)
     body.check()
+    context = await model_of(request, body.model)
     info = context.info()
-    context.check_model(body.model)
-    body = msgspec.structs.replace(_with_previous(request, body), model=context.check_model(body.model))
+    body = msgspec.structs.replace(_with_previous(request, body), model=context.shown_name(body.model))
     params = response_params(body, info)
     await check_form(request, body, params)
     chat = chat_of(body)

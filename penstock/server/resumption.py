@@ -52,7 +52,7 @@ async def keep(
         owner=owner_of(request),
         created=int(time.time()),
         body=_encode(body),
-        model=context.check_model(getattr(body, "model", None)),
+        model=context.shown_name(getattr(body, "model", None)),
         fingerprint=info.system_fingerprint,
         params=params.settled(output_kind=RequestOutputKind.DELTA),
         prompts=[_settled(context, prompt, params) for prompt in prompts],

@@ -321,7 +321,7 @@ class Serving:
         num_open = self._client.status().journal_requests + self._app.state.context.num_arriving
         limit = f"up to {self._options.drain_timeout_s:g} s"
         LOGGER.info("stopping: waiting %s for %d open requests; a second signal ends them at once", limit, num_open)
-        self._app.state.context.draining = True
+        self._app.state.context.models.draining = True
         notify("STOPPING=1\nSTATUS=waiting for open requests")
         await self._app.state.context.kept.suspend()
         drain = asyncio.create_task(self._drain())
