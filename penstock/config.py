@@ -499,6 +499,7 @@ class NumericsConfig:
         number: int = 0,
         elsewhere: bool = False,
         why_no_gpu: str = "",
+        planned_on: str = "",
     ) -> tuple["NumericsConfig", dict[str, str]]:
         """Replace open values by chosen ones, and give the reason of each choice.
 
@@ -508,6 +509,7 @@ class NumericsConfig:
             num_engines: engines that share the machine, each with num_ranks processes.
             number: of this engine among them.
             why_no_gpu: why the model cannot be served on a GPU; "" if it can.
+            planned_on: the name of a GPU for which an engine is only planned; this machine may lack it.
 
         Raises:
             InvalidRequestError: a group size is given without groups, the kernels that are requested cannot be used
@@ -523,9 +525,10 @@ class NumericsConfig:
         scheme = self.scheme
         if scheme is not None and scheme.group_size != self.quantization_group_size:
             choices["quantization_group_size"] = scheme.group_size, "the default"
-        device = gpu.choose(self.kernels, self.device, number, num_engines, why_no_gpu)
+        device = "cuda" if planned_on else gpu.choose(self.kernels, self.device, number, num_engines, why_no_gpu)
         if device is not None:
-            choices |= {"kernels": (TRITON, "for GPUs"), "device": (device, gpu.describe(device))}
+            where = planned_on or gpu.describe(device)
+            choices |= {"kernels": (TRITON, "for GPUs"), "device": (device, where)}
             idle: Choices = {"threads": (1, "the GPU computes"), "cpu_affinity": (NONE, "the GPU computes")}
             return _apply(self, choices | {name: idle[name] for name in idle if getattr(self, name) in (None, AUTO)})
         level = None if self.kernels == "reference" else chosen_level()
@@ -631,12 +634,10 @@ class EngineConfig:
             raise InvalidRequestError(f"{name}: unknown option; {advice}", param=name)
         return cls(model=model, imports=imports, **parts)
 
-    def resolve(
-        self, model: "ModelConfig", num_engines: int = 1, *, number: int = 0, why_no_gpu: str = ""
-    ) -> "EngineConfig":
+    def resolve(self, model: "ModelConfig", num_engines: int = 1, **gpu: Any) -> "EngineConfig":
         """Replace "auto" and None (except kv_cache_memory_bytes, see assembly.memory) by chosen values, with reasons.
 
-        num_engines, number, why_no_gpu: as in NumericsConfig.resolve.
+        num_engines, gpu (number, why_no_gpu, planned_on): as in NumericsConfig.resolve.
 
         Raises:
             InvalidRequestError: an option does not fit the others, the model or the machine.
@@ -647,9 +648,7 @@ class EngineConfig:
         if stages > model.num_hidden_layers:
             raise fail("pipeline_parallel_size", stages, f"at most {model.num_hidden_layers}, one layer per process")
         num_ranks, elsewhere = self.parallel.num_ranks * stages, self.parallel.is_on_ray
-        numerics, why_numerics = self.numerics.resolve(
-            model, num_ranks, num_engines, number=number, elsewhere=elsewhere, why_no_gpu=why_no_gpu
-        )
+        numerics, why_numerics = self.numerics.resolve(model, num_ranks, num_engines, elsewhere=elsewhere, **gpu)
         scheduler, why_scheduler = self.scheduler.resolve(model, numerics.kernels)
         cache, why_cache = self.cache.resolve(scheduler.max_model_len or 0, numerics.dtype, numerics.kernels)
         reasons = why_numerics | why_scheduler | why_cache

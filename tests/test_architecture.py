@@ -75,7 +75,7 @@ LAB_USES: set[str] = {
     "penstock.kernels.cpu.ops", "penstock.kernels.cpu.packed", "penstock.kernels.metadata", "penstock.kernels.ops",
     "penstock.kernels.reference.attention", "penstock.kernels.reference.quantized_kv",
     "penstock.kernels.reference.quantized_weights", "penstock.kernels.sampling", "penstock.kernels.scheme",
-    "penstock.kernels.tensors",
+    "penstock.kernels.tensors", "penstock.kernels.triton.sizes",
     "penstock.layers.decoder", "penstock.layers.factory", "penstock.layers.module", "penstock.layers.swap",
     "penstock.layers.weights",
     "penstock.models.certificate", "penstock.models.config_json", "penstock.models.falcon.model",

@@ -36,7 +36,7 @@ from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.launch import compiling
 from penstock.kernels.triton.ops import TritonOps
-from penstock.kernels.triton.packed import TritonLinear, assemble, shapes
+from penstock.kernels.triton.packed import TritonLinear, assemble, tensors_of
 from tools import gpu_engines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +76,7 @@ class Product:
         """Make a weight of random values; its scales, too, because packing takes longer than a product."""
         torch.manual_seed(seed)
         state = {}
-        for name, (size, kind) in shapes((self.n, self.k), self.packing, self.dtype, bias=False).items():
+        for name, (size, kind) in tensors_of((self.n, self.k), self.packing, self.dtype, bias=False).items():
             tensor = torch.empty(size, dtype=kind, device=device)
             if device != "meta" and kind.is_floating_point:
                 tensor.normal_().mul_(self.k**-0.5)

@@ -17,7 +17,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-from penstock.assembly.engine import BuiltEngine, PlannedEngine, build_engine, plan_engine
+from penstock.assembly.engine import BuiltEngine, PlannedEngine, build_engine, plan_engine, why_no_gpu
 from penstock.assembly.fitting import Fitting, fit_here, fittings
 from penstock.assembly.sizes import model_sizes
 
@@ -30,4 +30,5 @@ __all__ = [
     "fittings",
     "model_sizes",
     "plan_engine",
+    "why_no_gpu",
 ]

@@ -346,8 +346,8 @@ def _resolve(
         numerics, reasons = packed.fit(numerics, weights)
         if numerics.verify_files and numerics.load_format == "auto":
             reasons["verify_files"] = f"on: {verify_checksums(weights)}"
-    why_no_gpu = _why_no_gpu(config, model, weights)
-    config = replace(config, numerics=numerics).resolve(model, num_engines, number=number, why_no_gpu=why_no_gpu)
+    why_not = why_no_gpu(config, model, weights)
+    config = replace(config, numerics=numerics).resolve(model, num_engines, number=number, why_no_gpu=why_not)
     check_split(config, model, weights)
     reasons |= explain_sharding(config, model)
     if model.model_impl == "auto" and isinstance(find_model(model.architecture), FallbackVersion):
@@ -366,7 +366,7 @@ def _names(stored: Stored) -> str:
     return ", ".join(dict.fromkeys(coding.name for coding in stored.codings))
 
 
-def _why_no_gpu(config: EngineConfig, model: ModelConfig, weights: Weights) -> str:
+def why_no_gpu(config: EngineConfig, model: ModelConfig, weights: Weights) -> str:
     """Say why a model cannot be served on a GPU with these options; "" if it can."""
     widest = max(model.at(layers[0]).head_dim for layers, _ in model.cache_groups())
     if widest > gpu.MAX_HEAD_DIM:

@@ -32,6 +32,7 @@ from penstock.kernels.attention.items import ELEMENT_BYTES, GRANULE, AttentionSh
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import FIXED_ROWS, LOGITS_ROWS
+from penstock.kernels.triton.sizes import ALIGNED_ROWS, GATE_BYTES, SPAN, STATES_BYTES
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import rotary_bytes
 
@@ -358,9 +359,6 @@ class Ledger:
 
     def _scratch(self, config: EngineConfig, tokens: int, rows: int, sizes: ModelSizes) -> int:
         """Count the most bytes that one operation on a GPU keeps between its kernels."""
-        from penstock.kernels.triton.ops import ALIGNED_ROWS, GATE_BYTES
-        from penstock.kernels.triton.work import SPAN, STATES_BYTES
-
         model, inner, slices = self.model, _inner(self.model), 0
         if config.numerics.scheme is not None:
             slices = config.numerics.scheme.slices

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock import EngineConfig, InvalidRequestError
 from penstock.cli.options import parse_size
+from penstock.config import TRITON
 from penstock_lab.planner.machines import MAX_DEVICES, Hardware
 from penstock_lab.planner.yaml_file import MAX_BYTES
 
@@ -58,6 +59,8 @@ def budget_of(config: EngineConfig, hardware: Hardware | None, devices: Devices 
     count, size = devices or (hardware.devices if hardware is not None else 1, None)
     shared = devices is None and hardware is None
     runtime = max(resident_bytes(), ENGINE_RUNTIME) if shared else ENGINE_RUNTIME
+    if hardware is not None and hardware.kernels == TRITON:
+        runtime = 0  # the process is in the host's memory
     given = config.cache.memory or size or (hardware.memory_bytes if hardware is not None else None)
     if given is not None:
         return Budget(given, runtime, None, count, shared)

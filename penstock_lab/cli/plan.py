@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock_lab.planner.report import Question, answer
 
     load = Load(args.batch or (), args.prompt_len or (), args.context or ())
-    planned = PlannedModel.read(config)
+    planned = PlannedModel.read(config, hardware)
     result = answer(planned, Question(budget_of(config, elsewhere, args.devices), hardware, load, placement))
     _note_what_is_unknown(hardware, args.devices)
     if args.is_run:

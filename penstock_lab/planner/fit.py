@@ -83,7 +83,7 @@ class DevicePlan:
             "weights_bytes": self.entries["weights"],
             "cache_bytes": self.entries["cache"],
             "workspace_bytes": self.workspace_bytes,
-            "runtime_bytes": self.entries["runtime"],
+            "runtime_bytes": self.entries.get("runtime", 0),
             "total_bytes": self.total_bytes,
             "budget_bytes": self.budget_bytes,
         }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import InvalidRequestError
+from penstock.config import TRITON
 from penstock.errors import check_choice, check_str, fail
 from penstock_lab.planner.yaml_file import MAX_BYTES, load, names_in, number, record, whole
 
@@ -69,6 +70,7 @@ class Hardware:
         link_bytes_per_s, link_latency_s: rate and latency between two devices, in one direction. 0 bytes: unknown.
         step_s, sequence_s: time outside products, for a step and for each of its sequences.
         sram_bytes: on-chip memory that a placement may use.
+        kernels: whose memory is counted: cpu, or triton for GPUs that these kernels compute on.
         spread: p10 and p90 of each measured figure.
     """
 
@@ -87,11 +89,13 @@ class Hardware:
     sequence_s: float = 0.0
     sram_bytes: int = 0
     on_chip: OnChip | None = None
+    kernels: str = "cpu"
     spread: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_str("name", self.name, max_length=64)
         check_str("source", self.source)
+        check_choice("kernels", self.kernels, ("cpu", TRITON))
         for name in (*RATES, "rows_bytes_per_s"):
             for kind in getattr(self, name):
                 check_choice(name, kind, (*TYPES, ALL_OTHERS))

@@ -3,18 +3,20 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
 
 from penstock import EngineConfig, InvalidRequestError, NotSupportedError
-from penstock.assembly import model_sizes
+from penstock.assembly import model_sizes, why_no_gpu
 from penstock.assembly.memory import ModelSizes
 from penstock.assembly.streaming import as_served
-from penstock.config import DEGREES
+from penstock.config import DEGREES, TRITON
 from penstock.errors import fail
 from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import Array
+from penstock.kernels.triton.sizes import CountingOps
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import FallbackVersion, find_model
@@ -28,6 +30,7 @@ from penstock.weights import packed
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import ANYWHERE, Place, Stored, dtype_for, open_stored
 from penstock.weights.sources import read_parameters
+from penstock_lab.planner.machines import Hardware
 from penstock_lab.planner.placement import operation_of
 
 # (name, shape, leaf ends) of each parameter of a rank's part; () for a whole model
@@ -36,20 +39,32 @@ Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The config values of a model, an engine config that is not yet resolved, and how the weights are coded."""
+    """The config values of a model, an engine config that is not yet resolved, and how the weights are coded.
+
+    Attributes:
+        gpu: the GPU for which it is planned; "" for the native kernels.
+    """
 
     config: EngineConfig
     model: ModelConfig
     stored: Stored = field(default_factory=Stored)
+    gpu: str = ""
 
     @classmethod
-    def read(cls, config: EngineConfig) -> "PlannedModel":
+    def read(cls, config: EngineConfig, hardware: Hardware | None = None) -> "PlannedModel":
         """Read the config.json of a config's model and, if it has weights, their headers.
+
+        hardware: the devices for which it is planned; None: this machine's processor.
 
         Raises:
             ModelLoadError: there is no such model, or it cannot be served.
-            InvalidRequestError: the model computes in torch, which allocates its own memory.
+            InvalidRequestError: the model computes in torch, which allocates its own memory, or cannot be served on
+                the GPU.
         """
+        asked = {config.numerics.kernels, config.numerics.device} - {"auto"}
+        gpu = hardware.name if hardware is not None and hardware.kernels == TRITON and "cpu" not in asked else ""
+        if not gpu and asked - {"cpu", "reference"}:
+            raise fail("device", config.numerics.device, "cpu or auto, unless --hardware names the GPU")
         _refuse_unplanned(config)
         import_files(config.imports)
         directory = resolve_model(config.model, weights=False)
@@ -58,12 +73,16 @@ class PlannedModel:
         model = as_served(model, numerics)
         numerics, _ = packed.fit(config.numerics, directory)
         stored = open_stored(directory, model, numerics.load_format, is_complete=False)
+        if gpu and (why := why_no_gpu(config, model, directory)):
+            raise NotSupportedError(f"hardware: {gpu} cannot be used: {why}; --kernels cpu plans without it")
+        numerics, stored = (replace(numerics, kernels=TRITON), stored.decoded()) if gpu else (numerics, stored)
         numerics, _ = numerics.with_codings(stored.codings)
-        planned = cls(replace(config, numerics=numerics), model, stored)
+        planned = cls(replace(config, numerics=numerics), model, stored, gpu)
         check_codes(planned.resolved(), model, stored)
         kernels = planned.resolved().numerics.kernels
         by_modules = isinstance(find_model(model.architecture, model.model_impl), FallbackVersion)
-        if kernels != "cpu" or not (by_modules or planned.ops.is_planned):  # may import torch, so it comes last
+        # The backend may import torch, so it comes last.
+        if not gpu and (kernels != "cpu" or not (by_modules or planned.ops.is_planned)):
             raise fail("kernels", kernels, "cpu: only models of the native kernels can be planned")
         return planned
 
@@ -75,7 +94,8 @@ class PlannedModel:
         config = self.config
         if num_ranks:
             config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=num_ranks))
-        return config.resolve(self.model, why_no_gpu="plans count the memory of the native kernels")
+        why = "plans count the memory of the native kernels"
+        return config.resolve(self.model, why_no_gpu=why, planned_on=self.gpu)
 
     @cached_property
     def formats(self) -> str:
@@ -98,6 +118,8 @@ class PlannedModel:
     def ops(self) -> Ops:
         """The backend whose layers are counted."""
         numerics = self.resolved().numerics
+        if self.gpu:
+            return cast(Ops, CountingOps(numerics.dtype))
         return load_ops(numerics.kernels, dtype_for(self.model, numerics.kernels, numerics.dtype))
 
     @property

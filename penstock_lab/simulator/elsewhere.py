@@ -62,7 +62,7 @@ def plan_replica(config: EngineConfig, hardware: Hardware, budget: Budget) -> tu
     if config.parallel.pipeline_parallel_size > 1:
         text = "pipeline_parallel_size: the steps of a pipeline are not simulated on other hardware; leave it out"
         raise NotSupportedError(text, param="pipeline_parallel_size")
-    source = PlannedModel.read(config)
+    source = PlannedModel.read(config, hardware)
     fit = fitter_of(source, budget).fit()
     if not fit.fits:
         advice = f"with {fit.smallest_change} it would fit" if fit.smallest_change else "see `penstock plan`"

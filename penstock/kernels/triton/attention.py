@@ -29,7 +29,8 @@ from penstock.kernels.triton.configurations import tile as configuration
 from penstock.kernels.triton.device import TILE
 from penstock.kernels.triton.elements import NEVER, divide, mma, round_to_integer, tanh
 from penstock.kernels.triton.launch import ANEW, Scratch, launch
-from penstock.kernels.triton.work import SPAN, PlannedMetadata, kind_of, states_at_once
+from penstock.kernels.triton.sizes import SPAN
+from penstock.kernels.triton.work import PlannedMetadata, kind_of, states_at_once
 
 LOG2E = math.log2(math.e)
 LOG2 = tl.constexpr(math.log(2))

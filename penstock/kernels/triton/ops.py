@@ -40,10 +40,9 @@ from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.launch import FixedScratch, compilations
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.quantize import operand
+from penstock.kernels.triton.sizes import ALIGNED_ROWS, GATE_BYTES, PROGRAM_ROWS, count_bytes
 from penstock.kernels.triton.work import PlannedMetadata
 
-GATE_BYTES = 2**26  # of gates and what they multiply, for weights whose kernels cannot gate: some rows at a time
-ALIGNED_ROWS = 16  # a multiple of so many begins at an aligned address
 STAGED_BYTES = 2**20  # of an array that is copied through pinned memory, at most
 
 
@@ -58,7 +57,7 @@ class TritonOps:
 
     name = "triton"
     is_planned = True
-    fixed_rows = programs.ROWS[-1]
+    fixed_rows = PROGRAM_ROWS[-1]
 
     def __init__(self, dtype: Dtype, device: Any = "cuda", *, leaves: int = LEAVES) -> None:
         self.leaves = leaves
@@ -130,7 +129,7 @@ class TritonOps:
         return self._constants[id(array)][1]
 
     def packed_bytes(self, shape: tuple[int, ...], packing: Packing = PLAIN, *, bias: bool = False) -> int:
-        return packed.count_bytes(shape, packing, self.dtype, bias=bias)
+        return count_bytes(shape, packing, str(self.dtype).removeprefix("torch."), bias=bias)
 
     def restore_linear(
         self, shape: tuple[int, ...], state: Mapping[str, Tensor], packing: Packing = PLAIN

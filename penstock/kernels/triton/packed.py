@@ -5,22 +5,18 @@ weights are described in int4.py. Values are quantised as reference/quantized_we
 at a time.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from penstock.errors import NotSupportedError
 from penstock.kernels.ops import Packing, RowSource
 from penstock.kernels.reference.quantized_weights import leaf_groups, quantize_int4, quantize_int8
 from penstock.kernels.tensors import as_torch
+from penstock.kernels.triton.sizes import QUAD, leaf_table, shapes
 
 SLICE_BYTES = 2**26  # of float32 rows that are quantised at once
-QUAD = 4  # groups whose int4 values share words
-MAX_INTEGER_LEAF = 2**16  # elements; a longer sum of products of two bytes may overflow an int32
 
 
 @dataclass(eq=False)
@@ -68,52 +64,12 @@ class TritonLinear:
         return -(-self.length // (QUAD * self.group_size))
 
 
-def shapes(
+def tensors_of(
     shape: tuple[int, ...], packing: Packing, dtype: torch.dtype, *, bias: bool
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """List the tensors of a packed weight.
-
-    Raises:
-        NotSupportedError: no kernel multiplies such a weight.
-        ValueError: the shape or the leaves are invalid.
-    """
-    (n, k), scheme = shape, packing.scheme
-    leaves, length, _ = leaf_table(k, packing)
-    if n < 1 or k < 1 or (packing.gated and n % 2):
-        raise ValueError(
-            f"a weight of the shape {list(shape)} cannot be packed{' for a gate' if packing.gated else ''}"
-        )
-    if packing.coding is not None:
-        raise NotSupportedError(
-            f"quantization: {packing.coding.name} needs the kernels 'cpu' or 'reference'", param="quantization"
-        )
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"values": ((n, k), dtype)}
-    if scheme is not None and scheme.slices and length > MAX_INTEGER_LEAF:
-        raise NotSupportedError(
-            f"quantization: {scheme.name} sums at most {MAX_INTEGER_LEAF} products, and this model has {k}",
-            param="quantization",
-        )
-    if scheme is not None and scheme.group_size is None:
-        found |= {"values": ((n, k), torch.int8), "scales": ((n,), torch.float32)}
-    elif scheme is not None and scheme.group_size is not None:
-        quads = leaves * -(-length // (QUAD * scheme.group_size))
-        found["values"] = (n, quads * scheme.group_size), torch.int16
-        found["scales"] = (QUAD * quads, n), torch.bfloat16
-    if bias:
-        found["bias"] = (n,), torch.float32
-    return found
-
-
-def leaf_table(k: int, packing: Packing) -> tuple[int, int, tuple[int, ...] | None]:
-    """Find the number of leaves, the length of the longest, and where they begin unless all are equally long."""
-    ends = packing.leaf_ends or (k,)
-    lengths = [end - start for start, end in pairwise((0, *ends))]
-    leaves = 1 << (len(ends) - 1).bit_length()
-    if leaves > 8 or ends[-1] != k or min(lengths) < 0:
-        raise ValueError(f"{k} elements cannot be cut into leaves that end at {list(ends)}")
-    if len(set(lengths)) == 1 and leaves == len(ends):
-        return leaves, lengths[0], None
-    return leaves, max(lengths), (0, *ends, *[k] * (leaves - len(ends)))
+    """List the shapes and types of the tensors of a packed weight, as `sizes.shapes` does."""
+    found = shapes(shape, packing, str(dtype).removeprefix("torch."), bias=bias)
+    return {name: (size, getattr(torch, kind)) for name, (size, kind) in found.items()}
 
 
 def assemble(
@@ -124,7 +80,7 @@ def assemble(
     Raises:
         ValueError: they do not fit the shape and the packing.
     """
-    expected = shapes(shape, packing, dtype, bias="bias" in state)
+    expected = tensors_of(shape, packing, dtype, bias="bias" in state)
     if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()} != expected:
         raise ValueError(f"state: {sorted(state)} do not fit a weight {list(shape)} packed as {packing}")
     leaves, length, starts = leaf_table(shape[1], packing)
@@ -147,7 +103,7 @@ def pack(
     staging: how rows are copied, shared by weights so that the next one is read meanwhile.
     magnitudes: [N, 1] float32 for int8, the largest absolute values of rows of which these are parts.
     """
-    expected = shapes(source.shape, packing, dtype, bias=bias is not None)
+    expected = tensors_of(source.shape, packing, dtype, bias=bias is not None)
     state = {name: torch.empty(size, dtype=kind, device=device) for name, (size, kind) in expected.items()}
     n, k = source.shape
     some, staging = max(1, SLICE_BYTES // (4 * k)), staging or Staging(device)
@@ -210,8 +166,3 @@ def _words(rows: torch.Tensor, packing: Packing, size: int) -> tuple[torch.Tenso
     words = sum(nibbles[:, :, index] << (4 * index) for index in range(QUAD))
     assert isinstance(words, torch.Tensor)
     return words.to(torch.int16).reshape(n, -1), spread.T
-
-
-def count_bytes(shape: tuple[int, ...], packing: Packing, dtype: torch.dtype, *, bias: bool) -> int:
-    """Count the bytes of a packed weight."""
-    return sum(math.prod(size) * kind.itemsize for size, kind in shapes(shape, packing, dtype, bias=bias).values())

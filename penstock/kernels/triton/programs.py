@@ -26,10 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.kernels.tensors import Array
+from penstock.kernels.triton.sizes import PROGRAM_ROWS
 
-# Tokens of programs. Up to 16, products compute as many rows whatever the step has; above, at most half more than it
-# has; and beyond 256, kernels take longer than the Python that launches them.
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 GRAPHS = (
     64  # of all programs of a backend; the one that was used longest ago makes room. Each takes memory of the device
 )
@@ -43,7 +41,7 @@ Key = tuple[Any, ...]  # the form of each cache group's work
 
 def rows(tokens: int) -> int:
     """Find the tokens of the program for a step; 0 if it has too many for one."""
-    return next((size for size in ROWS if size >= tokens), 0)
+    return next((size for size in PROGRAM_ROWS if size >= tokens), 0)
 
 
 class Capture:

@@ -18,13 +18,12 @@ from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.tensors import as_array
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.configurations import tile as configuration
+from penstock.kernels.triton.sizes import SPAN, STATES_BYTES
 
-SPAN = 512
 FEW = 64  # rows of a kv head, at most, that get a program for each span
 COLUMNS = 16  # of the table of a form that steps share, at least
 ALIGNED = 16  # words; kernels are compiled for addresses that are multiples of so many bytes
 PARTS = "slots", "query_start", "lengths", "table", "few", "many"
-STATES_BYTES = 2**27  # of the states of spans that exist at once, at most, unless one pair of items has more
 Pairs = list[tuple[int, int]]
 
 

@@ -24,7 +24,7 @@ from penstock.kernels.triton import attention, experts, int4, norms, products, r
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.launch import compiling
-from penstock.kernels.triton.packed import TritonLinear, assemble, shapes
+from penstock.kernels.triton.packed import TritonLinear, assemble, tensors_of
 from penstock.kernels.triton.quantize import operand
 from penstock.kernels.triton.work import Items, PlannedMetadata, Work, many_rows
 
@@ -40,7 +40,8 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def linear(n: int, k: int, packing: Packing, dtype: torch.dtype = BF16) -> TritonLinear:
-    state = {name: meta(*size, dtype=kind) for name, (size, kind) in shapes((n, k), packing, dtype, bias=True).items()}
+    parts = tensors_of((n, k), packing, dtype, bias=True).items()
+    state = {name: meta(*size, dtype=kind) for name, (size, kind) in parts}
     return assemble((n, k), packing, dtype, "meta", state)
 
 

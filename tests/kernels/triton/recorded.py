@@ -27,7 +27,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest, SchedulerOutput, StepOutput
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton.ops import TritonOps
-from penstock.kernels.triton.programs import ROWS
+from penstock.kernels.triton.sizes import PROGRAM_ROWS
 from penstock.models.config_json import load_model_config
 from penstock.runner.model_runner import ModelRunner, RecordedModel
 from penstock.weights.loader import load_model
@@ -204,9 +204,9 @@ VARIANTS: tuple[tuple[torch.dtype, str | None, str], ...] = (  # types, quantiza
 def run(device: str, variants: Sequence[tuple[torch.dtype, str | None, str]] = VARIANTS) -> Iterator[dict[str, Any]]:
     """Compare for every number of rows that programs have."""
     for dtype, scheme, cache in variants:
-        pair = make_pair(TritonOps(dtype, device), Shape(), ROWS[-1], scheme=scheme, cache=cache)
+        pair = make_pair(TritonOps(dtype, device), Shape(), PROGRAM_ROWS[-1], scheme=scheme, cache=cache)
         name = f"{dtype}, {scheme or 'weights as they are'}, {cache or 'the same'} cache".removeprefix("torch.")
-        for rows in ROWS:
+        for rows in PROGRAM_ROWS:
             before = torch.cuda.mem_get_info()[0]
             line = compare(pair, rows)
             yield {"name": name, **line, "bytes": before - torch.cuda.mem_get_info()[0]}

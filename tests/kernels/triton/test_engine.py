@@ -3,6 +3,7 @@
 Models are as small as they can be, because an operation of a program takes 20 microseconds there.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="an extra")
 
 from penstock import LLM, RequestOutput, SamplingParams
-from penstock.assembly import build_engine
+from penstock.assembly import build_engine, plan_engine
 from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError, InvalidRequestError
 from penstock.interface.messages import EngineRequest
@@ -24,9 +25,14 @@ from penstock.kernels.triton import ops as backend
 from penstock.kernels.triton.ops import TritonOps
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, WeightLayer
+from penstock_lab.planner.fit import Budget
+from penstock_lab.planner.machines import Hardware
+from penstock_lab.planner.planned import PlannedModel
+from penstock_lab.planner.report import fitter_of
 from penstock_lab.prove.every_draft import EveryDraft
 from tests.families.case import all_cases
 from tests.hf_models import Made, random_ids
+from tests.lab.planner.test_plan import GEMMA, LLAMA, MIXTRAL
 from tests.weights.quantized_files import MODELS, quantise
 
 SMALL = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4}
@@ -135,6 +141,29 @@ def test_memory(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ops.scratch._pieces) == pieces
     assert [id(slot._many) for slot in slots.values()] == buffers
     assert 0 < ops.scratch.peak <= planned["operands"]
+
+
+PLANNED: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "float32, one block": {"dtype": "float32", "block_size": "max-model-len"},
+    "int8": {"quantization": "int8", "max_num_batched_tokens": 64},
+    "int4, int8 cache": {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("form", PLANNED)
+@pytest.mark.parametrize("family", [LLAMA, MIXTRAL, GEMMA], ids=["llama", "mixtral", "gemma2"])
+def test_the_plan_of_a_gpu_is_the_ledger_of_its_engine(family: dict[str, Any], form: str, tmp_path: Path) -> None:
+    """Guards against a plan, made without torch and Triton, that counts something otherwise than the engine."""
+    (tmp_path / "config.json").write_text(json.dumps(family))
+    gpu, limit = Hardware("gpu", "here", 2**40, kernels="triton"), 2**30
+    options = {"model": str(tmp_path), "memory": limit, **PLANNED[form]}
+    ledger = plan_engine(EngineConfig.from_options(**options, kernels="triton")).memory
+    source = PlannedModel.read(EngineConfig.from_options(**options), gpu)
+    fit = fitter_of(source, Budget(limit, 0)).fit()
+    assert ledger is not None
+    assert fit.devices[0].entries == ledger.entries
+    assert fit.groups == tuple(ledger.cache.groups)
 
 
 class Lost(TritonOps):

@@ -37,7 +37,7 @@ def test_steps_cost_what_is_planned(windows: tuple[tuple[int, int | None], ...])
 def test_a_replica_is_what_is_planned(tmp_path: Path) -> None:
     """Guards against a replica elsewhere whose cache is what is free on this machine, and one that does not fit."""
     directory, hardware = written(tmp_path, LLAMA), load_hardware("h100-sxm")
-    budget = Budget(64 * 2**20, 20 * 2**20)
+    budget = Budget(GIB, 0)
     config = EngineConfig.from_options(model=directory, max_num_batched_tokens=256)
     planned, costs = plan_replica(config, hardware, budget)
     result = asked(directory, budget, hardware, max_num_batched_tokens=256)

@@ -1,6 +1,7 @@
 """`penstock plan`: its ledger is the engine's, to the byte; its times are bytes and operations over rates."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def written(directory: Path, config: dict[str, Any]) -> str:
 
 
 def asked(directory: str, budget: Budget, hardware: Hardware | None = None, **options: Any) -> dict[str, Any]:
-    planned = PlannedModel.read(EngineConfig.from_options(model=directory, **options))
+    planned = PlannedModel.read(EngineConfig.from_options(model=directory, **options), hardware)
     return answer(planned, Question(budget, hardware, Load((), (), ())))
 
 
@@ -92,6 +93,27 @@ def test_the_plan_is_what_the_engine_allocates(family: str, form: str, tmp_path:
     allocated = {id(tensor): tensor.nbytes for layer in layers for tensor in layer.state().values()}
     assert device["weights_bytes"] == sum(allocated.values()) == sum(result["weights"].values())
     built.engine.shutdown()
+
+
+def test_a_gpu_is_planned_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against GPUs that are counted as processors are, and kernels that are imported for it."""
+    for name in ("torch", "triton"):
+        monkeypatch.setitem(sys.modules, name, None)
+    directory, gpu = written(tmp_path, LLAMA), load_hardware("h200-sxm")
+    config = EngineConfig.from_options(model=directory, memory=2 * GIB)
+    planned = PlannedModel.read(config, gpu)
+    fit = fitter_of(planned, Budget(2 * GIB, 0)).fit()
+    assert (fit.config.cache.block_size, fit.config.scheduler.max_num_seqs) == (128, 256)
+    assert fit.config.reasons["device"] == "cuda: h200-sxm"
+    assert {"reserve", "operands"} <= set(fit.devices[0].entries)
+    assert "runtime" not in fit.devices[0].entries
+    native = PlannedModel.read(EngineConfig.from_options(model=directory, kernels="cpu"), gpu)
+    assert native.resolved().cache.block_size == 16
+    with pytest.raises(InvalidRequestError, match="unless --hardware names the GPU"):
+        PlannedModel.read(replace(config, numerics=replace(config.numerics, device="cuda")))
+    wide = written(tmp_path / "wide", LLAMA | {"head_dim": 320})
+    with pytest.raises(InvalidRequestError, match="have 320 elements; there, they may have 256; --kernels cpu plans"):
+        PlannedModel.read(EngineConfig.from_options(model=wide), gpu)
 
 
 @needs_library
