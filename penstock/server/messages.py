@@ -260,7 +260,7 @@ def _add_answer(messages: list[dict[str, Any]], blocks: list[Any], place: str) -
     answer = messages[-1]
     for block in blocks:
         if isinstance(block, TextBlock):
-            answer["content"] += block.text
+            answer["content"] = (answer["content"] or "") + block.text  # null after calls of the turn before
         elif isinstance(block, ThinkingBlock):
             answer["reasoning_content"] = answer.get("reasoning_content", "") + block.thinking
         elif isinstance(block, ToolUseBlock):

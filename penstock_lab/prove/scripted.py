@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -250,6 +249,9 @@ class ScriptedServer:
             "server": ("127.0.0.1", 80),
             "state": {},
         }
-        with suppress(asyncio.CancelledError):
+        try:
             await self.app(scope, receive, send)
+        except asyncio.CancelledError:  # of a call whose client has left
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
         return answer

@@ -165,6 +165,18 @@ def test_tool_choice_and_forms() -> None:
         assert (prompt, params) == (bytes(engine.seen[0][0]).decode(), engine.seen[0][1])
 
 
+def test_neighbouring_turns_of_the_assistant_are_one() -> None:
+    """Guards against a 500 for a text after a turn that has only calls, whose content is null by then."""
+    call, text = {"type": "tool_use", "id": "a", "name": "add", "input": {}}, {"type": "text", "text": "Then"}
+    apart = [{"role": "assistant", "content": [block]} for block in (call, text)]
+    prompts = [
+        posted({"messages": [USER, *turns, USER], "tools": [ADD]}, "Sorry.")[1]
+        for turns in (apart, [{"role": "assistant", "content": [call, text]}])
+    ]
+    assert prompts[0] == prompts[1]
+    assert "Then" in prompts[0]
+
+
 def test_results_that_are_errors_and_calls_that_are_cut() -> None:
     """Guards against a failed tool that looks like one that worked, and a cut call whose text is lost."""
     response, _, _ = posted({"tools": [ADD], "max_tokens": 50}, CALLED)

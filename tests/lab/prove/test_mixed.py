@@ -1,14 +1,17 @@
 """The proof of mixed requests, on a sample, and that it would notice what it looks for."""
 
+import asyncio
 import json
 import random
 from collections import Counter
 from unittest.mock import patch
 
+import pytest
+
 from penstock_lab.prove import mixed
 from penstock_lab.prove.mixed import KEYS, MixedRequests, RequestMaker, Sent
 from penstock_lab.prove.proof import Outcome, Subject, Trials
-from penstock_lab.prove.scripted import Response
+from penstock_lab.prove.scripted import Response, ScriptedServer
 
 
 def run(goal: int) -> Outcome:
@@ -54,6 +57,22 @@ def test_what_is_wrong_is_reported() -> None:
     with patch.object(mixed, "GROWTH", -(2**30)):
         outcome = run(30)
     assert any("bytes are held" in what for what in outcome.wrong)
+
+
+def test_a_call_that_is_cancelled_ends() -> None:
+    """Guards against a proof that SIGTERM does not end, because each of its calls returns and the next one begins."""
+
+    async def endless(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        server = ScriptedServer("demo")
+        server.app = endless  # type: ignore[assignment]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await server.call("GET", "/")
+
+    asyncio.run(scenario())
 
 
 def test_the_seed_repeats_the_requests() -> None:
