@@ -244,8 +244,8 @@ def unknown_field(name: str, known: Collection[str]) -> InvalidRequestError:
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-# The routes whose bodies have a field, as `place` of a body names them; all three unless the field says otherwise.
-ALL = ("completions", "chat", "responses")
+# The routes whose bodies have a field, as `place` of a body names them; all four unless the field says otherwise.
+ALL = ("completions", "chat", "responses", "completion")
 TWO = ("completions", "chat")
 NONE: tuple[str, ...] = ()  # no route has the field, or each has a spelling of its own
 

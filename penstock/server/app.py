@@ -59,9 +59,17 @@ from penstock.server.embeddings import (
     create_scores,
 )
 from penstock.server.generation import until_disconnect
-from penstock.server.inputs import chat_prompts, completion_prompts, decode, salted, tokenize
+from penstock.server.inputs import chat_prompts, completion_prompts, salted
 from penstock.server.kept_calls import KeptCalls
 from penstock.server.keys import KeyRing
+from penstock.server.llama_cpp import (
+    NativeChatRequest,
+    NativeCompletionRequest,
+    create_native_chat,
+    create_native_completion,
+    list_slots,
+    show_properties,
+)
 from penstock.server.messages import CountRequest, MessageRequest, count_tokens, create_message, model_card
 from penstock.server.metrics import Metrics
 from penstock.server.middleware import (
@@ -93,10 +101,8 @@ from penstock.server.openai_requests import (
     BlocksRequest,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     PinRequest,
     PrefillRequest,
-    TokenizeRequest,
 )
 from penstock.server.openai_responses import ChatChoice, CompletionChoice
 from penstock.server.openapi import POLICY, describe
@@ -113,7 +119,14 @@ from penstock.server.responses import (
 )
 from penstock.server.resumption import continue_stream
 from penstock.server.timelines import ENDPOINT_VARIABLE, MAX_CALLS, RequestLog, TimelineTable, Tracing
-from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN
+from penstock.server.tokens import (
+    DetokenizeRequest,
+    TemplateRequest,
+    TokenizeRequest,
+    apply_template,
+    create_text,
+    create_tokens,
+)
 
 if TYPE_CHECKING:
     from penstock.client.kv_transfer import KVBlocks
@@ -180,6 +193,11 @@ def _routes() -> list[Route]:
         Route("/api/version", ollama_version),
         Route("/api/show", show_ollama_model, methods=["POST"]),
         Route("/api/pull", pull_ollama_model, methods=["POST"]),
+        Route("/completion", create_native_completion, methods=["POST"]),
+        Route("/chat", create_native_chat, methods=["POST"]),
+        Route("/apply-template", apply_template, methods=["POST"]),
+        Route("/props", show_properties),
+        Route("/slots", list_slots),
         Route("/v1/cache/pin", create_pin, methods=["POST"]),
         Route("/v1/cache/pin", list_pins),
         Route("/v1/cache/pin/{name}", delete_pin, methods=["DELETE"]),
@@ -193,7 +211,8 @@ def _routes() -> list[Route]:
         Route("/tokenize", create_tokens, methods=["POST"]),
         Route("/detokenize", create_text, methods=["POST"]),
         Route("/health", health),
-        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/ping", ping, methods=["GET", "POST"]),
+        Route("/engine_check", check_engine),
         Route("/live", live),
         Route("/ready", ready),
         Route("/version", version),
@@ -249,9 +268,21 @@ async def health(request: Request) -> Response:
     now = context.client.status()
     state = EngineState.DRAINING if context.models.draining else now.state
     if state is EngineState.READY and now.making_progress:
-        return Response()
+        return json_response({"status": "ok"})  # as llama.cpp's clients read it
     problem = "stuck" if state is EngineState.READY else state.value
     raise unavailable(f"the engine is {problem}", status=problem)
+
+
+async def ping(request: Request) -> Response:
+    """Answer as /health does, in ColossalAI's words."""
+    await health(request)
+    return json_response({"status": "Healthy"})
+
+
+async def check_engine(request: Request) -> Response:
+    """Handle GET /engine_check: answer as /health does, in ColossalAI's words."""
+    await health(request)
+    return json_response({"status": "Running"})
 
 
 async def ready(request: Request) -> Response:
@@ -370,31 +401,6 @@ def _card(context: ServerContext, request: Request, name: str) -> dict[str, Any]
         "permission": [],
         "certificate": info.certificate,
     }
-
-
-async def create_tokens(request: Request) -> Response:
-    """Handle POST /tokenize: turn a text, or a conversation, into token ids."""
-    body = await read_body(request, TokenizeRequest)
-    context = await model_of(request, body.model)
-    info = context.info()
-    tokens = await tokenize(context, body, info)
-    texts = None
-    if body.return_token_strs:
-        texts = [context.tokenizer().token_to_text(token_id) for token_id in tokens]
-    answer = {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens, "token_strs": texts}
-    return json_response(answer)
-
-
-async def create_text(request: Request) -> Response:
-    """Handle POST /detokenize: turn token ids into a text."""
-    body = await read_body(request, DetokenizeRequest)
-    context = await model_of(request, body.model)
-    info = context.info()
-    limit = MAX_CHARS_PER_TOKEN * info.max_model_len
-    if len(body.tokens) > limit:
-        raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many; at most {limit}", param="tokens")
-    check_ids("tokens", body.tokens, info.vocab_size)
-    return json_response({"prompt": await decode(context, body.tokens)})
 
 
 # --- pinned prefixes --------------------------------------------------------------------------------------------------
@@ -568,6 +574,9 @@ BODIES: dict[Any, tuple[type, type | None]] = {  # handler -> the body that it r
     create_ollama_embedding: (OllamaEmbeddingsRequest, None),
     show_ollama_model: (OllamaShowRequest, None),
     pull_ollama_model: (OllamaPullRequest, None),
+    create_native_completion: (NativeCompletionRequest, None),
+    create_native_chat: (NativeChatRequest, None),
+    apply_template: (TemplateRequest, None),
     create_embeddings: (EmbeddingRequest, None),
     create_scores: (ScoreRequest, None),
     create_ranking: (RankingRequest, None),

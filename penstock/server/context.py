@@ -24,7 +24,7 @@ from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server.accounts import Account
-from penstock.server.api_errors import ApiError, not_found, unavailable
+from penstock.server.api_errors import OLLAMA_PATHS, ApiError, not_found, unavailable
 from penstock.server.kept_calls import KeptCalls, Source
 from penstock.server.keys import KeyRing
 from penstock.server.metrics import Metrics
@@ -218,7 +218,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         message = f"Content-Encoding {ascii(encoding)[:40]} is not supported; send the body uncompressed"
         raise ApiError(415, message, code="unsupported_encoding")
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":
+    if content_type != "application/json" and not _may_leave_type_out(request):
         shown = ascii(content_type)[:80] if content_type else "none"
         hint = 'send the header "Content-Type: application/json" (curl: -H "Content-Type: application/json")'
         raise ApiError(415, f"Content-Type is {shown}; {hint}", code="unsupported_media_type")
@@ -226,6 +226,16 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     if len(content) > LARGE_BODY:  # in a thread, so that others are served between the steps
         return await asyncio.to_thread(_decoded, content, kind, log_of(request))
     return _decoded(content, kind, log_of(request))
+
+
+def _may_leave_type_out(request: Request) -> bool:
+    """Check whether a body of Ollama's API may have any Content-Type, as it may there.
+
+    The page of another site can send a form or a text without asking, so no request from a page may: browsers send
+    Origin with every POST, and Sec-Fetch-Site with every request to this machine.
+    """
+    is_from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
+    return request.scope["path"].startswith(OLLAMA_PATHS) and not is_from_page
 
 
 def _decoded(content: bytes, kind: type[Body], log: RequestLog) -> Body:

@@ -44,9 +44,7 @@ from penstock.server.openai_requests import (
     CompletionRequest,
     Message,
     NamedChoice,
-    TokenizeRequest,
     Tool,
-    check_tools,
 )
 from penstock.tokenizer.answer_formats import ReasoningFormat, ToolFormat, reasoning_format_of, tool_format_of
 from penstock.tokenizer.answers import (
@@ -152,7 +150,7 @@ def _check_ids(ids: list[Any], info: ModelInfo) -> None:
 
 async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[PromptRequest]:
     """Make the call's only prompt: the conversation as the model's own template renders it."""
-    chat = await _render(context, body, info, body.offered, body.documents)
+    chat = await render(context, body, info, body.offered, body.documents)
     ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
     return [PromptRequest(ids)]
 
@@ -189,18 +187,6 @@ async def latest_prompts(
     return found[low]
 
 
-async def tokenize(context: ServerContext, body: TokenizeRequest, info: ModelInfo) -> list[int]:
-    """Find the ids for POST /tokenize. A text that is too long for a prompt is refused as it would be as a prompt."""
-    body.check()
-    if body.messages is None:
-        check_prompt_length(body.prompt or "", info.max_model_len)
-        return await encode(context, body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-    check_tools(body.tools)
-    chat = await _render(context, body, info, body.tools)
-    check_prompt_length(chat.text, info.max_model_len, param="messages")
-    return await encode(context, chat, add_special_tokens=bool(body.add_special_tokens))
-
-
 async def _encode(
     context: ServerContext,
     prompt: str | RenderedChat,
@@ -221,9 +207,9 @@ async def _encode(
     return ids
 
 
-async def _render(
+async def render(
     context: ServerContext,
-    body: ChatRequest | TokenizeRequest,
+    body: ChatRequest,
     info: ModelInfo,
     tools: Sequence[Tool] | None,
     documents: list[dict[str, Any]] | None = None,
@@ -256,10 +242,8 @@ async def _render(
     return await _tokenizing(context, work, len(text))
 
 
-def _implied(context: ServerContext, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+def _implied(context: ServerContext, body: ChatRequest) -> dict[str, Any]:
     """Find the variables of the template that `reasoning_effort` and `verbosity` stand for."""
-    if isinstance(body, TokenizeRequest):
-        return {}
     template, effort, verbosity = context.tokenizer().chat_template, body.reasoning_effort, body.verbosity
     implied = {} if effort is None else effort_variables(template, effort)
     return implied if verbosity is None else implied | verbosity_variables(template, verbosity)
@@ -338,7 +322,7 @@ def sampling_params(body: Body, info: ModelInfo, own: dict[str, Any], *, streams
     given = {name: value for name in fields_of(body.place) if (value := getattr(body, name)) is not None}
     kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
     defaults = info.default_sampling
-    if given.get("use_beam_search"):  # nothing is sampled
+    if {**given, **own}.get("use_beam_search"):  # nothing is sampled
         defaults = {name: value for name, value in defaults.items() if name not in NOISE}
     own |= {"structured_outputs": form_of(body), "output_kind": kind}
     params = SamplingParams(**{**defaults, **given, **own})
@@ -465,6 +449,8 @@ READERS: dict[str, Callable[[Any], StructuredOutputsParams | None]] = {
     TEXT: _of_text,
     FIELD: StructuredOutputsParams.of,
     **{f"guided_{kind}": partial(_of_guided, kind) for kind in GUIDED},
+    "grammar": partial(_of_guided, "grammar"),  # llama.cpp's names
+    "json_schema": partial(_of_guided, "json"),
 }
 
 

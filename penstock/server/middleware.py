@@ -330,7 +330,9 @@ def sent_key(headers: Headers) -> bytes:
 # --- overload ---------------------------------------------------------------------------------------------------------
 
 
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat", "/api/generate"})
+GENERATING_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat", "/api/generate", "/completion", "/chat"}
+)
 
 
 class OverloadMiddleware:

@@ -366,16 +366,6 @@ class PromptOrMessages(Strict, kw_only=True, frozen=True):
                 raise InvalidRequestError(f"{name}: only with messages: a prompt is not rendered", param=name)
 
 
-class TokenizeRequest(PromptOrMessages, kw_only=True, frozen=True):
-    """POST /tokenize."""
-
-    place: ClassVar[str] = "tokenize"
-
-    prompt: str | None = None
-    continue_final_message: bool | None = None
-    return_token_strs: bool | None = None
-
-
 class PinRequest(PromptOrMessages, kw_only=True, frozen=True):
     """POST /v1/cache/pin: a prompt, or the messages with which conversations begin."""
 
@@ -401,13 +391,6 @@ class BlocksRequest(Strict, kw_only=True, frozen=True):
     """POST /v1/kv/blocks: names of block files."""
 
     names: list[str]
-
-
-class DetokenizeRequest(Strict, kw_only=True, frozen=True):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: list[int]
 
 
 # --- from bytes to a body ---------------------------------------------------------------------------------------------

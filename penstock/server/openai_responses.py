@@ -131,13 +131,14 @@ class TokenNames:
 
 
 def chat_logprobs(
-    names: TokenNames, token_ids: Sequence[int], places: Sequence[LogprobsAt], top: int
+    names: TokenNames, token_ids: Sequence[int], places: Sequence[LogprobsAt], top: int, *, ids: bool = False
 ) -> dict[str, Any]:
-    """List the chosen tokens, each with exactly the `top` most likely ones."""
+    """List the chosen tokens, each with exactly the `top` most likely ones; with their `ids` if asked for."""
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         value, spelt = finite(logprob.logprob), list(names.tokenizer.token_to_bytes(token_id))
-        return {"token": names.name(token_id, logprob), "logprob": value, "bytes": spelt}
+        shown = {"token": names.name(token_id, logprob), "logprob": value, "bytes": spelt}
+        return {"id": token_id, **shown} if ids else shown
 
     content = []
     for token_id, at in zip(token_ids, places, strict=False):

@@ -18,6 +18,7 @@ from msgspec import inspect
 
 from penstock import PenstockError
 from penstock.server.embeddings import EmbeddingRequest, RankingRequest, ScoreRequest
+from penstock.server.llama_cpp import NativeChatRequest, NativeCompletionRequest
 from penstock.server.messages import CountRequest, MessageRequest
 from penstock.server.ollama import (
     OllamaChatRequest,
@@ -32,13 +33,12 @@ from penstock.server.openai_requests import (
     BlocksRequest,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     PinRequest,
     PrefillRequest,
     Strict,
-    TokenizeRequest,
 )
 from penstock.server.responses import ResponseRequest
+from penstock.server.tokens import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from penstock_lab.prove.attacks import ATTACKS, SLOW_ATTACKS
 from penstock_lab.prove.attacks.attack import BODIES, FLAGS, KEY, Attack, Target, judge
 from penstock_lab.prove.canary import Monitor
@@ -63,6 +63,9 @@ KINDS: dict[str, type[Strict]] = {
     "/api/embeddings": OllamaEmbeddingsRequest,
     "/api/show": OllamaShowRequest,
     "/api/pull": OllamaPullRequest,
+    "/completion": NativeCompletionRequest,
+    "/chat": NativeChatRequest,
+    "/apply-template": TemplateRequest,
     "/v1/cache/pin": PinRequest,
     "/v1/kv/prefill": PrefillRequest,
     "/v1/kv/blocks": BlocksRequest,

@@ -336,7 +336,7 @@ def test_tokenize_and_back() -> None:
     }
     bare = client.post("/tokenize", json={"prompt": "h", "add_special_tokens": False}).json()
     assert (bare["tokens"], bare["token_strs"]) == ([104], None)
-    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "<s>h\u00e9"}
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"] == "<s>h\u00e9"
     rendered = client.post("/tokenize", json={"messages": [USER]}).json()["tokens"]
     assert bytes(rendered) == b"<user>Hi\n<assistant>"
 

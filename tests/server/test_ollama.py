@@ -97,6 +97,20 @@ def test_ten_calls_are_those_of_a_chat(server: RunningServer, client: Any, strea
     assert len(server.client.seen[-1][0]) > 900
 
 
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_curl_may_leave_the_content_type_out(content_type: str | None) -> None:
+    """Guards against refusing what Ollama's own examples send, and against a form or a text that the page of another
+    site sends: browsers ask nobody before they send those, but say where they come from."""
+    client, body = app_client(FakeEngineClient(Behaviour(text="Three."))), json.dumps({**ASKED, "stream": False})
+    sent: dict[str, str] = {} if content_type is None else {"Content-Type": content_type}
+    answer = client.post("/api/chat", content=body, headers=sent)
+    assert answer.json()["message"]["content"] == "Three."
+    for mark, status in (("Origin: null", 403), ("Origin: http://127.0.0.1:8000", 415), ("Sec-Fetch-Site: none", 415)):
+        headers = {**sent, **dict([mark.split(": ")])}
+        assert client.post("/api/chat", content=body, headers=headers).status_code == status
+    assert client.post("/v1/messages", content=body, headers=sent).status_code == 415
+
+
 def test_results_find_their_calls() -> None:
     """Guards against results that answer another call, and results of calls that were never made."""
     shown = "{% for c in m.tool_calls or [] %}{{ c.id }} {% endfor %}{{ m.tool_call_id }} "

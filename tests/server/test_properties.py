@@ -8,19 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from penstock.server.openai_requests import (
-    UNSUPPORTED,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from penstock.server.llama_cpp import NativeCompletionRequest
+from penstock.server.openai_requests import UNSUPPORTED, ChatRequest, CompletionRequest
+from penstock.server.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import app_client
 
 GOOD: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/v1/completions": (CompletionRequest, {"prompt": "a", "max_tokens": 2}),
     "/v1/chat/completions": (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+    "/completion": (NativeCompletionRequest, {"prompt": "a", "n_predict": 2}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [97]}),
 }
