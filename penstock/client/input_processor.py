@@ -27,8 +27,9 @@ from penstock.errors import (
     invalid,
 )
 from penstock.interface.messages import EngineRequest, ModelInfo
-from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import MAX_BREAKER_IDS, SamplingParams
+from penstock.tokenizer.answer_formats import reasoning_format_of
+from penstock.tokenizer.answers import is_within, thinking_ids
 from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_all
 
 # A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
@@ -148,11 +149,11 @@ class InputProcessor:
         deadline = self._check_order(request.priority, request.timeout)
         if params.stop and self._tokenizer is None:
             raise invalid("stop", "stop strings need a tokenizer, and the model has none")
-        ids = self.read_prompt(request, params.pooling)
+        ids = self.read_prompt(request, params)
         params = self._settle_pooling(params, len(ids))
         arrival = next(self._arrivals)
         request_id = request_id or f"request-{arrival}"
-        params = self._settle(params if request.seed is None else params.settled(seed=request.seed), len(ids), arrival)
+        params = self._settle(params if request.seed is None else params.settled(seed=request.seed), ids, arrival)
         known = _check_known(request.output_token_ids or (), params)
         unique = f"{request_id}#{arrival}"
         source = EngineRequest(
@@ -167,8 +168,9 @@ class InputProcessor:
         )
         return OpenRequest(request_id, request.text, params, _of_choices(source, known), self._tokenizer)
 
-    def read_prompt(self, request: PromptRequest, pooling: PoolingParams | None = None) -> list[int]:
-        """Check a prompt and find its ids; a prompt that is pooled may be cut. Raise as `process` does."""
+    def read_prompt(self, request: PromptRequest, params: SamplingParams | None = None) -> list[int]:
+        """Check a prompt and find its ids, cut if `params` say so. Raise as `process` does."""
+        pooling = None if params is None else params.pooling
         text, ids = request.text, request.token_ids
         check_salt(request.cache_salt)
         if not ids:
@@ -186,6 +188,8 @@ class InputProcessor:
                 ids = self._info.pooler.ended(ids, self._tokenizer.eos_token_id)
         if pooling is not None:
             ids = pooling.truncated(ids, self._info.max_model_len)
+        elif params is not None:
+            ids = params.truncated(ids, self._info.max_model_len)
         check_num_tokens(request.param, len(ids), self._info.max_model_len, is_pooled=pooling is not None)
         check_ids(request.param, ids, self._info.vocab_size)
         return list(ids)
@@ -216,17 +220,30 @@ class InputProcessor:
 
     # --- the parameters --------------------------------------------------------------------------------------------
 
-    def _settle(self, params: SamplingParams, num_prompt_tokens: int, arrival: int) -> SamplingParams:
-        room = max(1, self._info.max_model_len - num_prompt_tokens)  # 0 only with pooling, which needs no room
+    def _settle(self, params: SamplingParams, prompt: list[int], arrival: int) -> SamplingParams:
+        room = max(1, self._info.max_model_len - len(prompt))  # 0 only with pooling, which needs no room
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         if params.min_tokens > max_tokens:
             raise fail("min_tokens", params.min_tokens, f"at most the {max_tokens} tokens there is room for")
         seed = assigned_seed(self._seed, arrival) if params.seed is None else params.seed
         words = params.bad_words_token_ids + self._ids_of_bad_words(tuple(params.bad_words or ()))
         breakers = params.dry_sequence_breaker_ids + self._ids_of_breakers(params)
+        counts = params.settle_logprobs(len(prompt), max_tokens, self._info.vocab_size)
         return params.settled(
-            max_tokens=max_tokens, seed=seed, bad_words_token_ids=words, dry_sequence_breaker_ids=breakers
-        )
+            max_tokens=max_tokens, seed=seed, bad_words_token_ids=words, dry_sequence_breaker_ids=breakers,
+            thinking_token_ids=self._thinking_ids(params, prompt), **counts,
+        )  # fmt: skip
+
+    def _thinking_ids(self, params: SamplingParams, prompt: list[int]) -> Sequences:
+        """Find the tokens around reasoning, if it has a limit. An answer with a form has only the reasoning that the
+        server has put into it."""
+        is_free = params.structured_outputs is None and not params.thinking_token_ids
+        if params.thinking_token_budget in (None, -1) or not is_free or self._tokenizer is None:
+            return params.thinking_token_ids
+        template = self._tokenizer.chat_template
+        reasoning = reasoning_format_of("" if template is None else template.text)
+        is_thinking = reasoning is not None and is_within(reasoning, prompt, self._tokenizer)
+        return thinking_ids(reasoning, self._tokenizer, is_thinking=is_thinking)
 
     def _ids_of_breakers(self, params: SamplingParams) -> Sequences:
         """Find the ids of DRY's sequence breakers. Without a tokenizer there are none."""

@@ -433,6 +433,8 @@ class Choice:
         if self.finish_reason is None:
             self._text.append(self._stops.finish())
             self.finish_reason, self._stop_reason = reason, stop_reason
+            if reason is FinishReason.REPETITION:
+                self._stop_reason = "repetition_detected"  # as vLLM says it
 
     def make_output(self, kind: RequestOutputKind) -> CompletionOutput:
         """Describe the state so far or, in DELTA mode, what is new since the last call."""
@@ -451,7 +453,7 @@ class Choice:
 
 def logprobs_at(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobsAt:
     """List the chosen token first, then the most likely ones, best first; texts are None without a tokenizer."""
-    ranks = [entry.rank, *range(1, len(entry.token_ids))]
+    ranks = [entry.rank, *range(1, len(entry.token_ids) - entry.num_listed), *[None] * entry.num_listed]
     found: LogprobsAt = {}
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
         text = None if tokenizer is None else tokenizer.token_to_text(token_id)

@@ -12,6 +12,7 @@ token; a preempted request lacks all of them again.
 from penstock.engine.block_pool import salt_bytes
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import FinishReason
+from penstock.interface.sampling_params import RepetitionDetectionParams
 from penstock.interface.step import TokenLogprobs
 
 
@@ -95,6 +96,10 @@ class Request:
                 return FinishReason.STOP, None
         if params.stop_token_ids and count >= params.min_tokens and last in params.stop_token_ids:
             return FinishReason.STOP, last
+        if (endless := params.repetition_detection) is not None and count >= params.min_tokens:
+            assert isinstance(endless, RepetitionDetectionParams), "in its normal form"
+            if endless.found_in(self.token_ids[-min(count, endless.max_pattern_size * endless.min_count) :]):
+                return FinishReason.REPETITION, None
         return (FinishReason.LENGTH if count >= self.max_output_tokens else None), None
 
     def new_prompt_logprobs(self, num_computed: int, found: list[TokenLogprobs]) -> list[TokenLogprobs]:

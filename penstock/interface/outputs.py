@@ -14,6 +14,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the end of the context
     ABORT = "abort"  # the caller left
     ERROR = "error"  # the computation of this request failed
+    REPETITION = "repetition"  # it repeated itself as repetition_detection says
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Logprob:
     """Log-probability of one token in the raw distribution (before penalties, bias and temperature)."""
 
     logprob: float
-    rank: int | None = None  # 1 for the most likely token
+    rank: int | None = None  # 1 for the most likely token; None for one of logprob_token_ids
     decoded_token: str | None = None
 
 

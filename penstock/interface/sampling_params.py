@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache, partial
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from penstock.errors import (
     Interval,
@@ -22,6 +22,7 @@ from penstock.errors import (
     NotSupportedError,
     check_choice,
     check_float,
+    check_ids,
     check_int,
     check_options,
     check_str,
@@ -33,13 +34,18 @@ from penstock.errors import (
     option,
     string_tuple,
 )
-from penstock.interface.pooling import PoolingParams
+from penstock.interface.pooling import TRUNCATION_SIDES, PoolingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 5.0  # a context of 2^20 tokens to this power is still far from the end of float32
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 2**20  # per token; there are no more than the vocabulary has
+FEW_LOGPROBS = 20  # per token; more of them are counted
+MAX_COUNTED_LOGPROBS = 2**18  # in one request, with more than a few per token: some 170 MB of the server's memory
+MAX_LISTED_LOGPROBS = 128  # ids in logprob_token_ids
+MAX_ALLOWED_IDS = 2**17
+MAX_PATTERN = 256  # tokens of a repeated pattern
 MAX_STOP_STRINGS = 16
 MAX_STRING_LENGTH = 256  # characters of a stop string or bad word
 MAX_WORD_IDS = 4 * MAX_STRING_LENGTH + 4  # ids of a bad word and a space before it: at most one token per byte
@@ -60,7 +66,7 @@ MAX_BREAKER_IDS = 2**17  # id sequences that stand for the breakers of a request
 DRY_BREAKERS = ("\n", ":", '"', "*")
 WITH_BEAM_SEARCH = (  # fields that may be set with use_beam_search; all others choose or change tokens
     "n", "temperature", "seed", "ignore_eos", "max_tokens", "logprobs", "detokenize", "skip_special_tokens",
-    "structured_outputs",
+    "structured_outputs", "truncate_prompt_tokens", "truncation_side",
     "spaces_between_special_tokens", "include_stop_str_in_output", "use_beam_search", "length_penalty",
     "early_stopping", "output_kind", "dry_sequence_breakers",  # the last does nothing without dry_multiplier
 )  # fmt: skip
@@ -216,6 +222,57 @@ def _a(kind: type) -> Check:
     return check
 
 
+class RepetitionDetectionParams(NamedTuple):
+    """What counts as an endless repetition: a pattern of min_pattern_size to max_pattern_size tokens, min_count times
+    in a row at the end of the answer. max_pattern_size 0: nothing does. min_pattern_size 0 means 1. Names are vLLM's.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def found_in(self, token_ids: Sequence[int]) -> bool:
+        """Tell whether an answer ends with such a repetition."""
+        longest = min(self.max_pattern_size, len(token_ids) // self.min_count)
+        for size in range(max(self.min_pattern_size, 1), longest + 1):
+            if token_ids[-1] == token_ids[-1 - size]:
+                repeated = token_ids[-size * self.min_count :]
+                if repeated[size:] == repeated[:-size]:
+                    return True
+        return False
+
+
+def _repetition(name: str, value: Any) -> RepetitionDetectionParams | None:
+    keys = RepetitionDetectionParams._fields
+    given = dict(zip(keys, value, strict=True)) if isinstance(value, list | tuple) and len(value) == 3 else value
+    is_made_of_integers = isinstance(given, Mapping) and not {type(item) for item in given.values()} - {int}
+    if is_made_of_integers and set(given) <= set(keys):
+        found = RepetitionDetectionParams(**given)
+        count = range(2, MAX_COUNT + 1) if found.max_pattern_size else range(MAX_COUNT + 1)
+        if 0 <= found.min_pattern_size <= found.max_pattern_size <= MAX_PATTERN and found.min_count in count:
+            return found if found.max_pattern_size else None
+    allowed = f"max_pattern_size up to {MAX_PATTERN}, min_pattern_size up to it, and min_count of 2 or more"
+    raise fail(name, value, f"an object of {allowed}")
+
+
+def _allowed_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_ALLOWED_IDS:
+        raise fail(name, value, f"a list of 1 to {MAX_ALLOWED_IDS} token ids")
+    check_ids(name, value, MAX_TOKEN_ID + 1)
+    return tuple(dict.fromkeys(value))
+
+
+def _prompt_length(name: str, value: Any) -> int:
+    check_int(name, value, -1, MAX_TOKENS)
+    if value == 0:
+        raise fail(name, 0, "-1, or at least 1")
+    return int(value)
+
+
+def _thinking_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(_ids(MAX_SEQUENCE)(name, item) for item in list_of(name, value, max_items=2))
+
+
 # --- names that are no fields -----------------------------------------------------------------------------------------
 
 MAX_MISSPELT = 40  # characters; a longer unknown name is not compared with the known ones
@@ -268,8 +325,16 @@ class SamplingParams:
         stop: not part of the text unless include_stop_str_in_output.
         min_tokens: end tokens and stop_token_ids cannot be chosen before this many.
         logprobs: report the log-probabilities of each generated token and of this many most likely tokens, in the raw
-            distribution: before penalties, bias and temperature.
+            distribution: before penalties, bias and temperature. -1: of the whole vocabulary. More than FEW_LOGPROBS
+            per token are limited to MAX_COUNTED_LOGPROBS in the request.
         prompt_logprobs: the same for the tokens of the prompt, which then reuses no cached prefix.
+        logprob_token_ids: tokens whose log-probabilities are reported besides; their rank is not.
+        truncate_prompt_tokens: a longer prompt is cut to this many tokens; -1: to what the context has room for beside
+            max_tokens. truncation_side: "left" keeps its last tokens, "right" its first ones.
+        thinking_token_budget: after this many tokens of reasoning, the token that ends it is chosen. -1: no limit. The
+            client sets thinking_token_ids: the tokens that begin reasoning, () if the prompt has begun it, and the one
+            that ends it.
+        repetition_detection: the answer ends, with the reason "repetition", when it repeats itself in this way.
         detokenize: False leaves the text empty (and allows no stop strings).
         logit_bias: token id -> number added to its logit, -100 to 100.
         bad_words: words that are never completed. The client sets bad_words_token_ids from them.
@@ -329,13 +394,17 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = option((), _ids(MAX_ID_LISTS), "tokens that end the text")
     logprobs: int | None = option(  # chat asks for them with two fields of its own
         None,
-        range(MAX_LOGPROBS + 1),
+        range(-1, MAX_LOGPROBS + 1),
         "report the log-probabilities of N tokens per position (needs --json)",
         routes=NONE,
     )
     prompt_logprobs: int | None = option(
-        None, range(MAX_LOGPROBS + 1), "the same for the tokens of the prompt", routes=TWO
+        None, range(-1, MAX_LOGPROBS + 1), "the same for the tokens of the prompt", routes=TWO
     )
+    logprob_token_ids: Sequence[int] | None = option(
+        (), _ids(MAX_LISTED_LOGPROBS), "tokens whose log-probabilities are reported too", routes=TWO
+    )
+    allowed_token_ids: Sequence[int] | None = option(None, _allowed_ids, "the only tokens that may be chosen")
     logit_bias: dict[int, float] | None = option(None, _bias, "added to the logit of a token, like 42=-5 (repeatable)")
     bad_words: str | Sequence[str] | None = option(
         (), _texts(MAX_STOP_STRINGS, MAX_STRING_LENGTH), "a word that is never generated (repeatable)"
@@ -412,6 +481,17 @@ class SamplingParams:
     skip_special_tokens: bool = option(True, bool, "leave special tokens out of the text")
     spaces_between_special_tokens: bool = option(True, bool, "put spaces between special tokens", routes=TWO)
     ignore_eos: bool = option(False, bool, "continue after the end token")
+    truncate_prompt_tokens: int | None = option(
+        None, _prompt_length, "cut a longer prompt to N tokens; -1: to what the context has room for", routes=TWO
+    )
+    truncation_side: str = option("left", TRUNCATION_SIDES, "which end of a prompt that is too long is cut", routes=TWO)
+    thinking_token_budget: int | None = option(
+        None, range(-1, MAX_COUNT + 1), "end the reasoning of the model after N tokens"
+    )
+    thinking_token_ids: tuple[tuple[int, ...], ...] = option((), _thinking_ids, routes=NONE)
+    repetition_detection: Mapping[str, int] | Sequence[int] | None = option(
+        None, _repetition, 'end a text that repeats itself, like {"max_pattern_size": 20, "min_count": 4}'
+    )
     include_stop_str_in_output: bool = option(False, bool, "keep the stop string in the text")
     structured_outputs: StructuredOutputsParams | None = option(
         None, _a(StructuredOutputsParams), "the answer is JSON that the schema in FILE allows", routes=NONE
@@ -443,6 +523,8 @@ class SamplingParams:
                     raise invalid(
                         name, "not allowed with structured_outputs, which decides which tokens may come where"
                     )
+        if self.logprob_token_ids and self.logprobs is None:
+            self._set("logprobs", 0)
         self._check_beam_search()
         self._check_pooling()
         if self.stop and not self.detokenize:
@@ -496,10 +578,37 @@ class SamplingParams:
             "sequence_bias": [token_id for ids, _ in bias for token_id in ids],
             "forced_bos_token_id": () if forced_bos is None else (forced_bos,),
             "forced_eos_token_id": self.forced_eos_token_id,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logprob_token_ids": self.logprob_token_ids,
         }
         for name, token_ids in given.items():
-            for token_id in token_ids:
-                check_int(name, token_id, 0, vocab_size - 1)
+            check_ids(name, list(token_ids), vocab_size)
+
+    def settle_logprobs(self, num_prompt_tokens: int, max_tokens: int, vocab_size: int) -> dict[str, int | None]:
+        """Find how many log-probabilities a token of the answer and of the prompt gets, at most the whole vocabulary.
+
+        Raises:
+            InvalidRequestError: with more than a few per token, the request has too many of them.
+        """
+        found: dict[str, int | None] = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
+        for name, num_tokens in (("logprobs", self.n * max_tokens), ("prompt_logprobs", num_prompt_tokens)):
+            top = found[name]
+            if top is None:
+                continue
+            found[name] = top = min(top if top >= 0 else vocab_size, vocab_size)
+            if top > FEW_LOGPROBS and num_tokens * top > MAX_COUNTED_LOGPROBS:
+                what = f"{num_tokens} tokens with {top} log-probabilities each are too many"
+                fewer = f"at most {MAX_COUNTED_LOGPROBS // top} tokens may have so many"
+                raise invalid(name, f"{what}; {fewer} (max_tokens and n limit them)")
+        return found
+
+    def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """Cut a prompt as the request asks."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        most = max(1, max_model_len - (self.max_tokens or 1)) if most < 0 else most
+        return token_ids[-most:] if self.truncation_side == "left" else token_ids[:most]
 
     def settled(self, **fields: Any) -> "SamplingParams":
         """Copy the parameters with fields that the client has settled (seed, ...), without another check."""
@@ -565,6 +674,6 @@ class BeamSearchParams:
     def sampling_params(self) -> SamplingParams:
         """Convert the search to a request's parameters, with the log-probabilities of vLLM's beam search."""
         same = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "beam_width"}
-        logprobs = min(2 * self.beam_width, MAX_LOGPROBS)
+        logprobs = min(2 * self.beam_width, FEW_LOGPROBS)
         kind = RequestOutputKind.FINAL_ONLY
         return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=logprobs, output_kind=kind, **same)

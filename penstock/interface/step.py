@@ -180,11 +180,13 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Raw log-probabilities at one position: of the token itself, then of the most likely ones, best first."""
+    """Raw log-probabilities at one position: of the token itself, then of the most likely ones, best first, and of
+    num_listed tokens that were asked for by their ids."""
 
     token_ids: list[int]
     logprobs: list[float]
     rank: int  # of the token itself; 1 is the most likely
+    num_listed: int = 0
 
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time

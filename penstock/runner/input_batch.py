@@ -352,6 +352,7 @@ class SamplingRows:
         searches: [max_num_seqs] bool, whether it is a beam, which continues only with tokens that are not masked.
         sampler_state: what the next draw needs of those before; None where it needs nothing.
         custom_processors: the arguments of custom logits processors, by name, for the rows that have any.
+        allowed_ids, listed_ids: allowed_token_ids and logprob_token_ids as int64, for the rows that have any.
         version: incremented by every `set`; parameters do not change otherwise.
 
     For greedy rows top_k, top_p and min_p are off: they cannot change the most likely token.
@@ -368,6 +369,8 @@ class SamplingRows:
         self.searches: Bools = np.zeros(max_num_seqs, dtype=np.bool_)
         self.adjustments: list[LogitAdjustments | None] = [None] * max_num_seqs
         self.custom_processors: dict[int, dict[str, Any]] = {}
+        self.allowed_ids: dict[int, Int64] = {}
+        self.listed_ids: dict[int, Int64] = {}
         self.sampler_state: list[SamplerState | None] = [None] * max_num_seqs
         self.version = 0
         self._max_model_len = max_model_len
@@ -398,6 +401,10 @@ class SamplingRows:
         self.custom_processors.pop(row, None)
         if custom and isinstance(custom, dict):
             self.custom_processors[row] = custom
+        for found, ids in ((self.allowed_ids, params.allowed_token_ids), (self.listed_ids, params.logprob_token_ids)):
+            found.pop(row, None)
+            if ids:
+                found[row] = np.array(ids, dtype=np.int64)
         self.adjustments[row] = None
         if LogitAdjustments.needed(params):
             limits = (request.num_prompt_tokens, self._max_model_len)

@@ -454,6 +454,23 @@ def truncate(logits: Float32, params: SamplingParams, draw: Draw) -> Float32:
     return found
 
 
+# --- the end of reasoning --------------------------------------------------------------------------------------------
+
+
+def _thought_enough(params: SamplingParams, outputs: Int32) -> bool:
+    """Tell whether outputs [n] int32 end within reasoning that has as many tokens as thinking_token_budget allows."""
+    begin, (end,) = params.thinking_token_ids
+    ends = np.flatnonzero(outputs == end)
+    if len(ends):
+        outputs = outputs[ends[-1] + 1 :]
+    starts = np.arange(0 if len(ends) and not begin else len(outputs) - len(begin) + 1)
+    for offset, token_id in enumerate(begin):
+        starts = starts[outputs[starts + offset] == token_id]
+    budget = params.thinking_token_budget
+    assert budget is not None, "a budget comes with the ids"
+    return len(starts) > 0 and len(outputs) - (int(starts[0]) + len(begin)) >= budget
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -503,6 +520,7 @@ OPTIONS = (  # in the order in which they apply
     Option("dry_multiplier", change=_dry),
     Option("forced_bos_token_id"),  # the forced ones warp a row only where they force its token
     Option("forced_eos_token_id"),
+    Option("thinking_token_ids"),  # set with thinking_token_budget
     Option("exponential_decay_length_penalty", change=_decay),
     Option("top_h", truncation=_top_h),
     Option("min_p", truncation=_min_p),
@@ -553,6 +571,7 @@ class LogitAdjustments:
         self._sequences: Sequence[tuple[tuple[int, ...], float]] = tuple(params.sequence_bias or ())
         room = max_model_len - num_prompt_tokens
         self._last = num_prompt_tokens + min(room, params.max_tokens or room) - 1  # length before the last token
+        self._num_prompt_tokens = num_prompt_tokens
         self._changes = [option.change(params, self._end_ids) for option in wanted if option.change is not None]
         self._is_warped = any(option.warps for option in wanted)
         self.seen = TokenCounts(token_ids) if params.repetition_penalty != 1.0 else None
@@ -623,7 +642,11 @@ class LogitAdjustments:
         if params.forced_bos_token_id is not None and len(history) == 1:
             return ids_of([params.forced_bos_token_id])
         forced = params.forced_eos_token_id
-        return ids_of(forced) if isinstance(forced, tuple) and forced and len(history) == self._last else None
+        if isinstance(forced, tuple) and forced and len(history) == self._last:
+            return ids_of(forced)
+        if params.thinking_token_ids and _thought_enough(params, history[self._num_prompt_tokens :]):
+            return ids_of(params.thinking_token_ids[1])
+        return None
 
 
 # --- the rows of a step ----------------------------------------------------------------------------------------------

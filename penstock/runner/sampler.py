@@ -21,7 +21,7 @@ import numpy as np
 from penstock.interface.plugins import PROCESSORS, TimeLimitError, call_limited, takes_ids
 from penstock.interface.step import SamplerState, TokenLogprobs
 from penstock.kernels.ops import Ops
-from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, adjust, hide, score_tokens
+from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, adjust, hide, pack_bits, score_tokens
 from penstock.kernels.tensors import Array, Bools, Float32, Int32, Int64, Tensor, as_array, as_torch
 from penstock.runner.input_batch import InputBatch, Positions
 from penstock.runner.logits import AdjustedRow, Draw, HostRow, adjusted_pairs, next_state
@@ -55,6 +55,8 @@ class _Cached:
         rows, version, vocab_size: what it is valid for; `rows` is the same array in steps of the same layout.
         asked: indices of the rows [M] that ask for log-probabilities.
         num_top: how many likeliest tokens each of these wants.
+        listed: the ids whose scores it wants besides, by index.
+        allowed: the bitmap of the ids that it allows, by index.
         params: None if any row has adjustments, because they change with every token.
     """
 
@@ -63,6 +65,8 @@ class _Cached:
     vocab_size: int
     asked: Int64
     num_top: list[int]
+    listed: dict[int, Int64]
+    allowed: dict[int, Int32]
     params: SamplingTensors | None = None
 
     def holds_for(self, rows: Int64, version: int, vocab_size: int) -> bool:
@@ -100,7 +104,7 @@ class _HostWork:
 
     Attributes:
         changed: the indices of the rows, which were healthy.
-        masks: bitmaps of the ids that forms allow in the other rows, by index.
+        masks: bitmaps of the ids that forms and requests allow in the other rows, by index.
         warped: the logits [V] of rows that are ready for the draw, by index.
         hidden: the tokens with which a beam may not continue, [V] bool, by index.
         errors: messages by index.
@@ -132,11 +136,11 @@ class Sampler:
         on_host = self._rows_on_host(positions, adjusted, forms)
         is_ready = not (on_host or forms)
         if cached.asked.size:
-            is_whole = len(cached.asked) == len(positions.rows) and is_ready
+            is_whole = len(cached.asked) == len(positions.rows) and is_ready and not cached.allowed
             raw = logits if is_whole else logits[self._ops.tensor(cached.asked)]
         draws = Draws(logits, positions, cached, raw, adjusted, forms, on_host)
         if is_ready:
-            self._choose(draws, _HostWork())
+            self._choose(draws, _HostWork(masks=cached.allowed))
         return draws
 
     def finish(self, draws: Draws, failed: Bools | None) -> tuple[Sampled, dict[int, str]]:
@@ -146,13 +150,16 @@ class Sampler:
         """
         work = _HostWork()
         if draws.fetch is None:
+            work.masks = dict(draws.cached.allowed)
             if draws.forms:
-                work.masks, work.errors = self._structured.masks(draws.forms)
+                masks, work.errors = self._structured.masks(draws.forms)
+                work.masks |= {index: bits & work.masks.get(index, bits) for index, bits in masks.items()}
             if draws.on_host:
                 self._work_on_host(draws, failed, work)
             self._choose(draws, work)
         assert draws.fetch is not None, "the tokens were chosen"
         token_ids, healthy, *scores = draws.fetch()
+        scores, listed = scores[:3], scores[3:]
         rows, asked, errors = draws.positions.rows, draws.cached.asked, work.errors
         is_chosen = healthy & (token_ids != NO_TOKEN)
         if np.count_nonzero(is_chosen) < len(is_chosen):
@@ -161,8 +168,13 @@ class Sampler:
                 errors.setdefault(index, ALL_MASKED if is_masked else NOT_FINITE)
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if asked.size:
-            for index, entry in zip(asked.tolist(), token_logprobs(scores, draws.cached.num_top), strict=True):
-                logprobs[index] = entry
+            for index, scored in zip(asked.tolist(), token_logprobs(scores, draws.cached.num_top), strict=True):
+                logprobs[index] = scored
+            for row, (index, ids) in enumerate(draws.cached.listed.items()):
+                if (entry := logprobs[index]) is not None:
+                    more = listed[0][row][ids].tolist()
+                    lists = entry.token_ids + ids.tolist(), entry.logprobs + more
+                    logprobs[index] = TokenLogprobs(*lists, entry.rank, len(more))
             for index, hidden in work.hidden.items():
                 logprobs[index] = self._logprobs_of_beam(draws, index, int(token_ids[index]), hidden)
         states = _next_states(self._batch, rows, work.warped, token_ids) if work.warped else {}
@@ -208,6 +220,9 @@ class Sampler:
             of_asked = ids if len(cached.asked) == len(ids) else ids[self._ops.tensor(cached.asked)]
             scores = self._ops.token_scores(draws.raw, of_asked, max(cached.num_top))
             results += [scores.ids, scores.logprobs, scores.ranks]
+            if cached.listed:
+                places = np.searchsorted(cached.asked, [*cached.listed])
+                results.append(self._ops.log_softmax(draws.raw[tensor(places)]))
         draws.fetch = self._ops.fetch(results)
 
     def _logprobs_of_beam(self, draws: Draws, index: int, token_id: int, hidden: Bools) -> TokenLogprobs:
@@ -227,7 +242,10 @@ class Sampler:
             return self._cached
         num_top = own.num_logprobs[rows]
         asked = np.flatnonzero(num_top >= 0)
-        self._cached = _Cached(rows, own.version, vocab_size, asked, num_top[asked].tolist())
+        of_rows = list(enumerate(rows.tolist())) if own.allowed_ids or own.listed_ids else []
+        allowed = {index: _bitmap(own.allowed_ids[row], vocab_size) for index, row in of_rows if row in own.allowed_ids}
+        listed = {index: own.listed_ids[row] for index, row in of_rows if row in own.listed_ids}
+        self._cached = _Cached(rows, own.version, vocab_size, asked, num_top[asked].tolist(), listed, allowed)
         return self._cached
 
     def _params(self, draws: Draws, warped: Collection[int]) -> SamplingTensors:
@@ -241,6 +259,12 @@ class Sampler:
         if cached.params.noise_key is not None:
             cached.params = replace(cached.params, noise_key=self._ops.tensor(_noise_key(batch, positions)))
         return cached.params
+
+
+def _bitmap(ids: Int64, vocab_size: int) -> Int32:
+    allowed = np.zeros(vocab_size, dtype=np.bool_)
+    allowed[ids[ids < vocab_size]] = True
+    return pack_bits(allowed)
 
 
 # --- the parameters of the kernels -----------------------------------------------------------------------------------
@@ -339,8 +363,10 @@ def _noise_key(batch: InputBatch, positions: Positions) -> Int64:
 
 def token_logprobs(scores: Sequence[Array], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Make one entry per row of the ids, log-probabilities and ranks of TokenScores, with the row's num_top best."""
-    rows = zip(*(part.tolist() for part in scores), num_top, strict=True)
-    return [TokenLogprobs(ids[: top + 1], found[: top + 1], rank) for ids, found, rank, top in rows]
+    if len(set(num_top)) > 1:  # some rows may want the whole vocabulary
+        rows = zip(*scores, num_top, strict=True)
+        return [TokenLogprobs(a[: top + 1].tolist(), b[: top + 1].tolist(), int(rank)) for a, b, rank, top in rows]
+    return [TokenLogprobs(*parts) for parts in zip(*(part.tolist() for part in scores), strict=True)]
 
 
 # --- custom logits processors (interface/plugins.py) -----------------------------------------------------------------

@@ -200,10 +200,11 @@ def _ends(item: _FormRequest, matcher: Matcher, token_id: int) -> bool:
 
 
 def _may_force(params: SamplingParams) -> bool:
-    drawn = (
-        params.logprobs is not None or params.has_sampler_state or params.use_beam_search or params.logits_processors
-    )
-    return not drawn and not any(is_on(params, name) for name in MASKS_OF_TEXT)
+    if params.logprobs is not None or params.has_sampler_state or params.use_beam_search:
+        return False
+    if params.logits_processors or params.allowed_token_ids:
+        return False
+    return not any(is_on(params, name) for name in MASKS_OF_TEXT)
 
 
 # --- the thread ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from penstock.client.input_processor import PromptRequest
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, LogprobsAt, RequestOutput
-from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.sampling_params import FEW_LOGPROBS, SamplingParams
 from penstock.server import openai_responses as shapes
 from penstock.server.api_errors import ApiError
 from penstock.server.context import ServerContext, json_response, log_of, model_of, read_body, within_limits
@@ -29,6 +29,8 @@ from penstock.server.inputs import (
     check_form,
     completion_params,
     completion_prompts,
+    cut_prompts,
+    num_top,
     rules_of,
     salted,
     with_rules,
@@ -71,7 +73,8 @@ async def _create(
     context.arrive(log)  # refuse it before spending time on the prompt
     params = params_of(body, info)
     await check_form(request, body, params)
-    prompts = salted(request, body.cache_salt, await prompts_of(context, body, info))
+    prompts = await cut_prompts(context, body, params, await prompts_of(context, body, info))
+    prompts = salted(request, body.cache_salt, prompts)
     if isinstance(body, ChatRequest):
         params = await with_rules(context, body, rules_of(context, body, prompts[0]), params)
     params = within_limits(request, params, prompts, priority=body.priority, timeout_s=body.timeout)
@@ -132,7 +135,9 @@ class Shape(ABC, Generic[Body]):
 
     async def whole(self) -> shapes.Completion:
         outputs = await self.generation.collect()
-        if any(output.prompt_logprobs for output in outputs):  # many: in a thread, so that others are served meanwhile
+        params = self.generation.params
+        if any(output.prompt_logprobs for output in outputs) or (params.logprobs or 0) not in range(FEW_LOGPROBS + 1):
+            # many: in a thread, so that others are served meanwhile
             return await asyncio.to_thread(self._whole, outputs)
         return self._whole(outputs)
 
@@ -255,8 +260,8 @@ class ChatShape(Shape[ChatRequest]):
     def _content(self, choice: CompletionOutput, **more: Any) -> shapes.ChatChoice:
         logprobs = None
         if self.body.logprobs and self.names is not None:
-            places, top = choice.logprobs or [], self.body.top_logprobs or 0
-            logprobs = shapes.chat_logprobs(self.names, choice.token_ids, places, top)
+            wanted = num_top(self.body.top_logprobs), self.body.logprob_token_ids or ()
+            logprobs = shapes.chat_logprobs(self.names, choice.token_ids, choice.logprobs or [], *wanted)
         return shapes.ChatChoice(index=choice.index, logprobs=logprobs, token_ids=self._token_ids(choice), **more)
 
 
@@ -306,7 +311,7 @@ class CompletionShape(Shape[CompletionRequest]):
             **self._ending(choice),
         )
         if self.body.prompt_logprobs is not None and self.names is not None:
-            places = shapes.cut(prompt.token_ids, output.prompt_logprobs or [], self.body.prompt_logprobs)
+            places = shapes.cut(prompt.token_ids, output.prompt_logprobs or [], num_top(self.body.prompt_logprobs))
             shaped.prompt_logprobs = shapes.prompt_logprobs(self.names, places)
         return shaped
 
@@ -324,7 +329,7 @@ class CompletionShape(Shape[CompletionRequest]):
         prompt_index = index // self.generation.params.n
         ids = self.generation.prompts[prompt_index].token_ids
         places = output.prompt_logprobs or self._prompt_logprobs.get(prompt_index, [])
-        prompt_lists = writer.write(ids, shapes.cut(ids, places, self.body.logprobs))
+        prompt_lists = writer.write(ids, shapes.cut(ids, places, num_top(self.body.logprobs)))
         return shapes.joined(prompt_lists, writer.write(choice.token_ids, choice.logprobs or []))
 
 

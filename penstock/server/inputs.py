@@ -52,7 +52,9 @@ from penstock.tokenizer.answers import (
     Calls,
     Function,
     answer_grammar,
+    is_within,
     literal,
+    thinking_ids,
 )
 from penstock.tokenizer.chat_template import takes_several_calls
 from penstock.tokenizer.template_variables import KWARGS, check_template_kwargs
@@ -107,21 +109,22 @@ async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) 
 async def completion_prompts(context: ServerContext, body: CompletionRequest, info: ModelInfo) -> list[PromptRequest]:
     """List the prompts of a call in order; `body.prompt` is a text, token ids, or a list of either."""
     items = split_texts("prompt", body.prompt)
-    limit = context.options.max_choices
+    limit, is_cut = context.options.max_choices, body.truncate_prompt_tokens is not None
     if len(items) * (body.n or 1) > limit:
         name = "n" if len(items) == 1 else "prompt"
         message = f"{name}: {len(items)} prompts times n = {body.n or 1} are too many; at most {limit} choices per call"
         raise InvalidRequestError(message, param=name)
     for item in items:
         if not isinstance(item, str):
-            _check_ids(item, info)
+            _check_ids(item, info, is_cut=is_cut)
             await asyncio.sleep(0)  # let other requests run in between
     total = sum(len(item) for item in items if isinstance(item, str))
     prompts = []
     for item in items:
         if isinstance(item, str):
             special = body.add_special_tokens is not False
-            ids = await _encode(context, item, info, "prompt", add_special_tokens=special, total=total)
+            how = {"add_special_tokens": special, "is_cut": is_cut}
+            ids = await _encode(context, item, info, "prompt", **how, total=total)
             prompts.append(PromptRequest(ids, item))
         else:
             skip = body.skip_special_tokens is not False
@@ -129,6 +132,21 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
             prompts.append(PromptRequest(item, text))
         await asyncio.sleep(0)
     return prompts
+
+
+async def cut_prompts(
+    context: ServerContext, body: CompletionRequest | ChatRequest, params: SamplingParams, prompts: list[PromptRequest]
+) -> list[PromptRequest]:
+    """Cut the prompts as truncate_prompt_tokens says. What is left is checked when the engine's client gets it."""
+    found = []
+    for prompt in prompts:
+        ids = params.truncated(prompt.token_ids, context.info().max_model_len)
+        if len(ids) < len(prompt.token_ids):
+            echo = isinstance(body, CompletionRequest) and body.echo
+            text = await decode(context, ids, skip_special_tokens=params.skip_special_tokens) if echo else None
+            prompt = replace(prompt, token_ids=ids, text=text)
+        found.append(prompt)
+    return found
 
 
 def split_texts(param: str, prompt: str | list[Any]) -> Texts:
@@ -141,18 +159,19 @@ def split_texts(param: str, prompt: str | list[Any]) -> Texts:
     return prompt
 
 
-def _check_ids(ids: list[Any], info: ModelInfo) -> None:
+def _check_ids(ids: list[Any], info: ModelInfo, *, is_cut: bool) -> None:
     if not ids:
         raise fail("prompt", ids, "at least one token id")
-    check_num_tokens("prompt", len(ids), info.max_model_len)
+    if not is_cut:
+        check_num_tokens("prompt", len(ids), info.max_model_len)
     check_ids("prompt", ids, info.vocab_size)
 
 
 async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInfo) -> list[PromptRequest]:
     """Make the call's only prompt: the conversation as the model's own template renders it."""
     chat = await render(context, body, info, body.offered, body.documents)
-    ids = await _encode(context, chat, info, "messages", add_special_tokens=bool(body.add_special_tokens))
-    return [PromptRequest(ids)]
+    how = {"add_special_tokens": bool(body.add_special_tokens), "is_cut": body.truncate_prompt_tokens is not None}
+    return [PromptRequest(await _encode(context, chat, info, "messages", **how))]
 
 
 async def latest_prompts(
@@ -194,8 +213,10 @@ async def _encode(
     param: str,
     *,
     add_special_tokens: bool,
+    is_cut: bool,
     total: int = 0,
 ) -> list[int]:
+    """Tokenise a prompt. is_cut: whether it may be too long, because it will be cut."""
     text = prompt.text if isinstance(prompt, RenderedChat) else prompt
     if not text:
         raise fail(param, text, "a text of at least one character")
@@ -203,7 +224,8 @@ async def _encode(
     ids = await encode(context, prompt, add_special_tokens=add_special_tokens, total=total)
     if not ids:
         raise InvalidRequestError(f"{param}: the text has no tokens", param=param)
-    check_num_tokens(param, len(ids), info.max_model_len)
+    if not is_cut:
+        check_num_tokens(param, len(ids), info.max_model_len)
     return ids
 
 
@@ -290,6 +312,7 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
     them, the larger number is computed, and each field of the answer shows the number asked for.
     """
     own: dict[str, Any] = {"logprobs": body.logprobs}
+    check_listed(body)
     if body.max_tokens == 0:
         for name, is_wrong in (("max_tokens", not body.echo), ("use_beam_search", body.use_beam_search)):
             if is_wrong:
@@ -299,8 +322,8 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
     if body.echo and body.logprobs is not None:
         if body.use_beam_search:
             raise InvalidRequestError("echo: not allowed with logprobs and use_beam_search", param="echo")
-        check_int("logprobs", body.logprobs, 0, MAX_LOGPROBS)
-        own["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+        check_int("logprobs", body.logprobs, -1, MAX_LOGPROBS)
+        own["prompt_logprobs"] = max(num_top(body.logprobs), num_top(body.prompt_logprobs))
     return sampling_params(body, info, own, streams=bool(body.stream))
 
 
@@ -311,10 +334,22 @@ def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
         value = getattr(body, name)
         check_int(name, value, 1, MAX_TOKENS, optional=True)
         own["max_tokens"] = own["max_tokens"] if value is None else value
-    check_int("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS, optional=True)
+    check_int("top_logprobs", body.top_logprobs, -1, MAX_LOGPROBS, optional=True)
+    check_listed(body)
     if body.logprobs:
         own["logprobs"] = body.top_logprobs or 0
     return sampling_params(body, info, own, streams=bool(body.stream))
+
+
+def num_top(count: int | None) -> int:
+    """Read a number of most likely tokens as a request gives it."""
+    return MAX_LOGPROBS if count == -1 else count or 0
+
+
+def check_listed(body: CompletionRequest | ChatRequest) -> None:
+    """Raise InvalidRequestError for ids whose log-probabilities the answer would not show."""
+    if body.logprob_token_ids and body.logprobs in (None, False):
+        raise InvalidRequestError("logprob_token_ids: only allowed with logprobs", param="logprob_token_ids")
 
 
 def sampling_params(body: Body, info: ModelInfo, own: dict[str, Any], *, streams: bool) -> SamplingParams:
@@ -460,7 +495,6 @@ READERS: dict[str, Callable[[Any], StructuredOutputsParams | None]] = {
 
 SCHEMA_AT = re.compile(r" at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)  # in llguidance's messages
 RULE = re.compile(r"call_(\d+)_\w+: %json")
-TAIL = 32  # tokens at the end of a prompt in which the beginning of reasoning is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,10 +530,7 @@ def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -
     tokenizer, options = context.tokenizer(), context.options
     template = "" if tokenizer.chat_template is None else tokenizer.chat_template.text
     reasoning = None if _has_another_form(body) else reasoning_format_of(template, options.reasoning_parser)
-    is_thinking = False
-    if reasoning is not None:
-        tail = tokenizer.decode(prompt.token_ids[-TAIL:], skip_special_tokens=False).rstrip()
-        is_thinking = tail.endswith(reasoning.begin) or (reasoning.implied and not tail.endswith(reasoning.end))
+    is_thinking = reasoning is not None and is_within(reasoning, prompt.token_ids, tokenizer)
     if not body.offered:
         return Rules(reasoning=reasoning, is_thinking=is_thinking)
     callable_names = body.callable_names
@@ -526,6 +557,9 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     if body.offered and rules.tool_format is None and not is_raw:
         message = "tools: how this model calls them is not known; start the server with --tool-call-parser"
         raise NotSupportedError(message, param="tools")
+    if params.thinking_token_budget not in (None, -1) and rules.reasoning is not None:
+        find = partial(thinking_ids, rules.reasoning, context.tokenizer(), is_thinking=rules.is_thinking)
+        params = params.settled(thinking_token_ids=await asyncio.to_thread(find))
     if not rules.marks:
         return params
     tokens = await _tokens_of(context, rules.marks)

@@ -4,9 +4,8 @@ A message of that API is a list of blocks: text, thinking, tool_use, and tool_re
 a message of its own for each result of a tool, one text per message, and reasoning beside it. What a body asks for is
 computed as the chat request that asks for the same, so the same conversation has the same tokens over both APIs.
 
-Hints that change no token: `cache_control` (prefixes are cached without it; the usage tells what was read) and
-`thinking.budget_tokens`, which is not enforced. The signature of thinking is the message's id, and is not checked when
-the thinking comes back.
+`cache_control` is a hint that changes no token: prefixes are cached without it, and the usage tells what was read. The
+signature of thinking is the message's id, and is not checked when the thinking comes back.
 """
 
 import asyncio
@@ -172,6 +171,7 @@ class MessageRequest(CountRequest, kw_only=True, frozen=True):
 
 NAMES = {  # field of a chat -> field of this API
     "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "tools": "tools",
@@ -210,6 +210,8 @@ def chat_of(context: ServerContext, body: CountRequest) -> ChatRequest:
     if isinstance(body, MessageRequest):
         fields |= {name: getattr(body, name) for name in FLAT if getattr(body, name) is not None}
         fields["stop"] = body.stop_sequences
+        if thinking == "enabled" and body.thinking is not None and _can_limit(context):
+            fields["thinking_token_budget"] = body.thinking.budget_tokens
         fields["user"] = None if body.metadata is None else body.metadata.user_id
     last = body.messages[-1] if body.messages else None
     if last is not None and last.role == "assistant" and "tool_calls" not in messages[-1]:
@@ -221,6 +223,14 @@ def chat_of(context: ServerContext, body: CountRequest) -> ChatRequest:
     chat = to_request(fields, ChatRequest)
     chat.check()
     return chat
+
+
+def _can_limit(context: ServerContext) -> bool:
+    """Tell whether a budget can end the reasoning of the model. That API's budgets are targets, so that others are
+    accepted too."""
+    template = context.tokenizer().chat_template
+    reasoning = reasoning_format_of("" if template is None else template.text, context.options.reasoning_parser)
+    return reasoning is not None and len(context.tokenizer().encode(reasoning.end, add_special_tokens=False)) == 1
 
 
 def _messages(body: CountRequest) -> list[dict[str, Any]]:

@@ -201,6 +201,8 @@ class GenerationRequest(ComputingRequest, kw_only=True, frozen=True):
     max_tokens: int | None = None
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -528,7 +530,6 @@ class Unsupported(NamedTuple):
 
 KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit of a context that removes nothing
 UNSUPPORTED: dict[str, Unsupported] = {
-    "allowed_token_ids": Unsupported(),
     "annotations": Unsupported("message", ([],)),
     "allowed_callers": Unsupported("client_tool", (["direct"],)),
     "apply_patch": Unsupported("tool"),
@@ -569,7 +570,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "input_examples": Unsupported("client_tool", ([],)),
     "kv_transfer_params": Unsupported("completions chat responses"),
     "local_shell": Unsupported("tool"),
-    "logprob_token_ids": Unsupported(),
     "max_tool_calls": Unsupported("responses"),
     "mcp": Unsupported("tool"),
     "mcp_servers": Unsupported("messages", ([],)),
@@ -589,7 +589,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "prompt_embeds": Unsupported("completions"),
     "redacted_thinking": Unsupported("block"),
     "refusal": Unsupported("message part"),
-    "repetition_detection": Unsupported(),
     "search_result": Unsupported("block"),
     "server_tool_use": Unsupported("block"),
     "service_tier": Unsupported("completions chat responses messages", ("auto", "default", "standard_only")),
@@ -601,15 +600,12 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "suffix": Unsupported("completions ollama_generate", ("",)),
     "template": Unsupported("ollama_generate", ("",), forbidden=True),
     "text_editor": Unsupported("client_tool"),
-    "thinking_token_budget": Unsupported(),
     "tool_search": Unsupported("tool"),
     "tool_search_tool_bm25": Unsupported("client_tool"),
     "tool_search_tool_regex": Unsupported("client_tool"),
     "toolset_name": Unsupported("block"),
     "top_logprobs": Unsupported("responses", (0,)),
     "truncate": Unsupported("ollama_chat ollama_generate", (False,)),
-    "truncate_prompt_tokens": Unsupported(),
-    "truncation_side": Unsupported(),
     "video_url": Unsupported("part"),
     "verbose": Unsupported("ollama_show", (False,)),
     "vllm_xargs": Unsupported("completions chat responses"),

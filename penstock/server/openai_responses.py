@@ -131,9 +131,16 @@ class TokenNames:
 
 
 def chat_logprobs(
-    names: TokenNames, token_ids: Sequence[int], places: Sequence[LogprobsAt], top: int, *, ids: bool = False
+    names: TokenNames,
+    token_ids: Sequence[int],
+    places: Sequence[LogprobsAt],
+    top: int,
+    listed: Sequence[int] = (),
+    *,
+    ids: bool = False,
 ) -> dict[str, Any]:
-    """List the chosen tokens, each with exactly the `top` most likely ones; with their `ids` if asked for."""
+    """List the chosen tokens, each with exactly the `top` most likely ones and those `listed`; with their `ids` if
+    asked for."""
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         value, spelt = finite(logprob.logprob), list(names.tokenizer.token_to_bytes(token_id))
@@ -142,7 +149,8 @@ def chat_logprobs(
 
     content = []
     for token_id, at in zip(token_ids, places, strict=False):
-        best = sorted(at.items(), key=lambda item: -finite(item[1].logprob))[:top]
+        ordered = sorted(at.items(), key=lambda item: -finite(item[1].logprob))
+        best = ordered[:top] + [item for item in ordered[top:] if item[0] in listed]
         content.append({**entry(token_id, at[token_id]), "top_logprobs": [entry(*item) for item in best]})
     return {"content": content, "refusal": None}
 

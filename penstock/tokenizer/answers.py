@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import invalid
 from penstock.tokenizer.answer_formats import (
@@ -32,6 +32,11 @@ from penstock.tokenizer.answer_reader import (
     Steps,
     types_of,
 )
+
+if TYPE_CHECKING:
+    from penstock.tokenizer.tokenizer import Tokenizer
+
+TAIL = 32  # tokens at the end of a prompt in which the beginning of reasoning is looked for
 
 
 class AnswerParser:
@@ -147,6 +152,32 @@ def call_id(tool_format: ToolFormat, answer_id: str, choice: int, call: int) -> 
     """Make the id of a call, which is the same whenever the answer is computed again."""
     digest = blake2b(f"{answer_id} {choice} {call}".encode(), digest_size=12).hexdigest()
     return tool_format.id_prefix + digest[: tool_format.id_length]
+
+
+def is_within(reasoning: ReasoningFormat, prompt_token_ids: Sequence[int], tokenizer: "Tokenizer") -> bool:
+    """Tell whether a prompt ends within reasoning, so that the answer begins there."""
+    tail = tokenizer.decode(list(prompt_token_ids[-TAIL:]), skip_special_tokens=False).rstrip()
+    return tail.endswith(reasoning.begin) or (reasoning.implied and not tail.endswith(reasoning.end))
+
+
+def thinking_ids(
+    reasoning: ReasoningFormat | None, tokenizer: "Tokenizer", *, is_thinking: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Find the tokens of SamplingParams.thinking_token_ids.
+
+    Raises:
+        InvalidRequestError: it is not known how the model writes reasoning, or its end is more than one token, which
+            could be written with other tokens too.
+    """
+    name = "thinking_token_budget"
+    if reasoning is None:
+        raise invalid(name, "how this model writes its reasoning is not known; a server has --reasoning-parser")
+    begin, end = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in (reasoning.begin, reasoning.end))
+    if len(end) != 1:
+        raise invalid(
+            name, f"not supported for this model: {reasoning.end}, the end of its reasoning, is not one token"
+        )
+    return (() if is_thinking else begin), end
 
 
 class ReasoningCounter:

@@ -236,7 +236,7 @@ EFFECTIVE: dict[str, Any] = {
     "repetition_penalty": 9.0, "frequency_penalty": 2.0, "presence_penalty": 2.0, "dry_multiplier": 9.0,
     "forced_bos_token_id": 21, "forced_eos_token_id": 22, "exponential_decay_length_penalty": (1, 2.0),
     "top_h": 0.01, "min_p": 0.9, "top_k": 1, "top_p": 0.01, "typical_p": 0.01, "epsilon_cutoff": 0.9,
-    "eta_cutoff": 0.9, "xtc_probability": 1.0, "mirostat": 2,
+    "eta_cutoff": 0.9, "xtc_probability": 1.0, "mirostat": 2, "thinking_token_ids": ((), (22,)),
 }  # fmt: skip
 
 
@@ -251,6 +251,7 @@ class Sampling(FakeOps):
 def test_every_option_reaches_the_draw(bench: Callable[..., Any], field: str) -> None:
     """Guards against an option that is accepted and ignored: neither a kernel nor a warped row applies it."""
     common = {"temperature": 2.0, "seed": 3, "mirostat_tau": 0.5, "dry_allowed_length": 1, "max_tokens": 20}
+    common["thinking_token_budget"] = 3
 
     def drawn(prompt: list[int], **params: Any) -> Any:
         return bench(ops=Sampling()).generate("a", prompt, 20, ignore_eos=True, **common, **params)

@@ -27,6 +27,8 @@ KINDS: list[dict[str, Any]] = [
     {"dry_multiplier": 2.0, "dry_allowed_length": 1, "temperature": 0.0},
     {"typical_p": 0.8, "top_h": 0.9, "no_repeat_ngram_size": 1},
     {"exponential_decay_length_penalty": [3, 1.5], "suppress_tokens": [4], "forced_eos_token_id": 9},
+    {"allowed_token_ids": [3, 5, 40, 41, 42, 90], "temperature": 2.0},
+    {"thinking_token_budget": 4, "thinking_token_ids": ((), (9,)), "temperature": 2.0},
     {},
 ]
 

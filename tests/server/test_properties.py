@@ -71,8 +71,11 @@ def test_junk_in_a_field(client: TestClient, target: tuple[str, str], value: Any
 def test_junk_for_a_body(client: TestClient, path: str, body: bytes) -> None:
     """Guards against bytes that break the parser instead of being refused by it."""
     response = client.post(path, content=body, headers={"Content-Type": "application/json"})
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] in CODES
+    if response.status_code == 200:  # by chance a right one: of the least that /tokenize and /v1/completions take
+        assert "prompt" in msgspec.json.decode(body, type=dict)
+    else:
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] in CODES
 
 
 def test_still_right_afterwards(client: TestClient) -> None:

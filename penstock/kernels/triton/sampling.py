@@ -24,6 +24,7 @@ from penstock.kernels.triton.launch import ANEW, INTERPRETED, Scratch, launch
 
 BLOCK = 256 if INTERPRETED else 4096  # ids of a program
 DIGITS = 16  # values of a digit by which a cut is searched for: 8 digits make a logit
+MAX_SEARCHED = 64  # likeliest ids that are found one by one; for more, all are sorted
 SEARCHED = 512 if INTERPRETED else 1024  # ids at a time in such a search
 UNIT = tl.constexpr(2.0**40)  # of a probability, relative to the largest
 NONE = tl.constexpr(NO_TOKEN)
@@ -339,5 +340,11 @@ def token_scores(logits: Tensor, given: Tensor, num_top: int, scratch: Scratch =
     ids = torch.empty(rows, 1 + count, dtype=torch.int64, device=logits.device)
     scores = torch.empty(rows, 1 + count, dtype=torch.float32, device=logits.device)
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    launch(score_row, (rows,), logprobs, given, ids, scores, ranks, vocab, count, BLOCK=BLOCK, warps=8)
-    return TokenScores(ids, scores, ranks)
+    searched = count if count <= MAX_SEARCHED else 0
+    own_ids, own_scores = (ids, scores) if searched else (ids[:, :1].contiguous(), scores[:, :1].contiguous())
+    launch(score_row, (rows,), logprobs, given, own_ids, own_scores, ranks, vocab, searched, BLOCK=BLOCK, warps=8)
+    if searched == count:
+        return TokenScores(own_ids, own_scores, ranks)
+    best, order = logprobs.sort(dim=1, descending=True, stable=True)  # of equal ones the lowest id first
+    found_ids = torch.cat([own_ids, order[:, :count]], dim=1)
+    return TokenScores(found_ids, torch.cat([own_scores, best[:, :count]], dim=1), ranks)

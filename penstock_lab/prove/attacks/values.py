@@ -107,10 +107,22 @@ SAMPLING: tuple[Attack, ...] = (
         "stop_token_ids (vLLM #54195)",
         *each("stop_token_ids", [[2**31 - 1], [-1], [2**63], [1.5], ["a"], list(range(1000)), [[1]], "1"]),
     ),
-    refused("logprobs (CVE-2026-116173)", *each("logprobs", [10**6, -1, 21, 1.5, True, NAN])),
-    refused("top_logprobs", *({"logprobs": True, "top_logprobs": n} for n in (10**6, -1, 21, 1.5)), path=CHAT_PATH),
-    refused("prompt_logprobs", *each("prompt_logprobs", [10**6, -1, 1.5, "a"])),
-    refused("logprob_token_ids", {"logprob_token_ids": list(range(200))}, {"logprob_token_ids": [-1]}),
+    refused("logprobs (CVE-2026-116173)", *each("logprobs", [10**9, -2, 1.5, True, NAN])),
+    refused("a whole vocabulary of them", *({"n": 128, "max_tokens": 100, "logprobs": n} for n in (-1, 10**6))),
+    refused("top_logprobs", *({"logprobs": True, "top_logprobs": n} for n in (10**9, -2, 1.5, "1")), path=CHAT_PATH),
+    refused("prompt_logprobs", *each("prompt_logprobs", [10**9, -2, 1.5, "a"])),
+    refused("logprob_token_ids", {"logprob_token_ids": list(range(200))}, {"logprob_token_ids": [-1]},
+            {"logprob_token_ids": [1]}),
+    on_both("allowed_token_ids", *each("allowed_token_ids", [[], [-1], [2**31], [1.5], "1", [1] * 200_000, [10**6]])),
+    on_both(
+        "repetition_detection",
+        *each("repetition_detection", [1, [], {"x": 1}]),
+        *(
+            {"repetition_detection": {"max_pattern_size": size, "min_count": count}}
+            for size, count in ((10**9, 2), (5, 1), (5, 2.5), ([5], 2))
+        ),
+    ),
+    on_both("thinking_token_budget", *each("thinking_token_budget", [-2, 2**40, 1.5, "a", True])),
     on_both("min_tokens", {"min_tokens": 3}, *each("min_tokens", [-1, 2**63, 1.5, "a"])),
     on_both("seed (vLLM bounds it too)", *each("seed", [2**64, -(2**64), 1.5, "x", NAN, True])),
     on_both("seed at its ends", *each("seed", [-(2**63), 2**63 - 1, 0, -1]), expect=OK_OR_REFUSED),
@@ -126,8 +138,8 @@ SAMPLING: tuple[Attack, ...] = (
     on_both("unknown fields", {"x": 1}, {" - at `$": 1}, {"": 1}, {"temperature ": 1}, {"__proto__": {}},
             {"x" * 100_000: 1}),
     on_both("a field name that a parser might walk", {" - at " * 20_000: 1}),
-    on_both("what this server cannot do", {"prompt_embeds": "AAAA"},
-            {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 2**40}),
+    on_both("what this server cannot do", {"prompt_embeds": "AAAA"}),
+    on_both("a prompt cut to nothing", *each("truncate_prompt_tokens", [0, -2, 2**40, "a"]), {"truncation_side": "up"}),
 )  # fmt: skip
 
 PROMPTS: tuple[Attack, ...] = (

@@ -111,11 +111,12 @@ def test_noise_is_that_of_the_cpu() -> None:
 def test_scores() -> None:
     """Guards against ranks of ties, and likeliest ids that are not in order."""
     x, ids = logits(4), torch.tensor([0, 699, 300, 3])
-    expected = REFERENCE.token_scores(x, ids, 5)
-    found = TRITON.token_scores(x, ids, 5)
-    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found.ids, expected.ids)
-    assert torch.equal(found.ranks, expected.ranks)
+    for num_top in (V, 100, 5):  # many are sorted, a few are searched for
+        expected = REFERENCE.token_scores(x, ids, num_top)
+        found = TRITON.token_scores(x, ids, num_top)
+        torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+        assert torch.equal(found.ids, expected.ids)
+        assert torch.equal(found.ranks, expected.ranks)
     assert torch.equal(TRITON.token_scores(x[1:2], ids[1:2], 5).logprobs, found.logprobs[1:2])
     few = TRITON.token_scores(x[:, :3].contiguous(), torch.tensor([0, 1, 2, 0]), 5)
     assert few.ids.shape == (4, 4)
