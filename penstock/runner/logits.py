@@ -15,14 +15,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SamplerState
 from penstock.kernels.sampling import XTC_STREAM, SamplingTensors, uniform_at
-from penstock.kernels.tensors import Array, Bools, Float32, Float64, Int32, Int64
+from penstock.kernels.tensors import Bools, Float32, Float64, Int32, Int64
 
 OFF = {item.name: item.default for item in fields(SamplingParams)}
 OF_KERNELS = {item.name for item in fields(SamplingTensors)}
@@ -647,75 +646,3 @@ class LogitAdjustments:
         if params.thinking_token_ids and _thought_enough(params, history[self._num_prompt_tokens :]):
             return ids_of(params.thinking_token_ids[1])
         return None
-
-
-# --- the rows of a step ----------------------------------------------------------------------------------------------
-
-
-class AdjustedRow(NamedTuple):
-    """A row with adjustments: its place in the logits, and what precedes the token that it decides."""
-
-    place: int
-    item: LogitAdjustments  # drafts counted
-    history: Int32
-    num_outputs: int
-
-
-class HostRow(NamedTuple):
-    """A row of a step's logits that is changed on the host.
-
-    Attributes:
-        place: its place in the logits.
-        at: its row and offset, as in Positions.
-        logits: [V] float32, changed in place.
-    """
-
-    place: int
-    at: tuple[int, int]
-    logits: Float32
-
-
-def adjusted_pairs(rows: Sequence[AdjustedRow], num_rows: int, vocab_size: int) -> dict[str, Any]:
-    """Collect the masked, bias, repetition and counts of SamplingTensors that any row needs, as arrays, for logits
-    [num_rows, vocab_size]."""
-    assert all(row.place < num_rows for row in rows), "a row of other logits"
-    repetition, frequency, presence = np.ones(num_rows, np.float32), *np.zeros((2, num_rows), np.float32)
-    masked, bias, seen, counts = list[_Part](), list[_Part](), list[_Part](), list[_Part]()
-    for place, item, history, num_outputs in rows:
-        masked += [(place, ids, NO_VALUES) for ids in item.masked_ids(history, num_outputs)]
-        if (added := item.bias(history)) is not None:
-            bias.append((place, *added))
-        if item.seen is not None:
-            repetition[place] = item.params.repetition_penalty
-            seen.append((place, item.seen.ids, NO_VALUES))
-        if item.generated is not None:
-            frequency[place], presence[place] = item.params.frequency_penalty, item.params.presence_penalty
-            counts.append((place, item.generated.ids, item.generated.counts))
-    found: dict[str, Any] = {}
-    if pairs := _pairs(masked, vocab_size):
-        found["masked"] = pairs[0]
-    if pairs := _pairs(bias, vocab_size):
-        found["bias"] = pairs
-    if pairs := _pairs(seen, vocab_size):
-        found["repetition"] = repetition, pairs[0]
-    if pairs := _pairs(counts, vocab_size):
-        found["counts"] = frequency, presence, *pairs
-    return found
-
-
-_Part = tuple[int, Int64, Float32]  # a row of the logits, ids [P], their values [P] or NO_VALUES
-
-
-def _pairs(parts: list[_Part], vocab_size: int) -> tuple[Array, Array] | None:
-    """Join all (row, id) pairs [P, 2] int64 and their values, [P] float32 or [0] without; None if there are no pairs.
-
-    Ids beyond the vocabulary are left out, because they have no logit.
-    """
-    if not parts:
-        return None
-    rows, ids, values = zip(*parts, strict=True)
-    pairs = np.stack([np.repeat(rows, [len(part) for part in ids]), np.concatenate(ids)], axis=1)
-    numbers, inside = np.concatenate(values), pairs[:, 1] < vocab_size
-    if not inside.all():
-        pairs, numbers = pairs[inside], numbers[inside] if len(numbers) else numbers
-    return (pairs, numbers) if len(pairs) else None

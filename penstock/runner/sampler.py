@@ -14,7 +14,7 @@ indexed reads and no Python per row.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,12 +24,35 @@ from penstock.kernels.ops import Ops
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, adjust, hide, pack_bits, score_tokens
 from penstock.kernels.tensors import Array, Bools, Float32, Int32, Int64, Tensor, as_array, as_torch
 from penstock.runner.input_batch import InputBatch, Positions
-from penstock.runner.logits import AdjustedRow, Draw, HostRow, adjusted_pairs, next_state
+from penstock.runner.logits import NO_VALUES, Draw, LogitAdjustments, next_state
 from penstock.runner.structured import StructuredRows
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 ALL_MASKED = "bad_words: no token may be chosen: with min_tokens, the form and other masks, they leave none"
 PROCESSOR_LIMIT_S = 2.0  # for one call of a custom logits processor; every request waits meanwhile
+
+
+class AdjustedRow(NamedTuple):
+    """A row with adjustments: its place in the logits, and what precedes the token that it decides."""
+
+    place: int
+    item: LogitAdjustments  # drafts counted
+    history: Int32
+    num_outputs: int
+
+
+class HostRow(NamedTuple):
+    """A row of a step's logits that is changed on the host.
+
+    Attributes:
+        place: its place in the logits.
+        at: its row and offset, as in Positions.
+        logits: [V] float32, changed in place.
+    """
+
+    place: int
+    at: tuple[int, int]
+    logits: Float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +302,52 @@ def adjusted_rows(batch: InputBatch, positions: Positions) -> list[AdjustedRow]:
             num_outputs = batch.num_outputs(row) + offset
             found.append(AdjustedRow(index, item.after(history[len(history) - offset :]), history, num_outputs))
     return found
+
+
+def adjusted_pairs(rows: Sequence[AdjustedRow], num_rows: int, vocab_size: int) -> dict[str, Any]:
+    """Collect the masked, bias, repetition and counts of SamplingTensors that any row needs, as arrays, for logits
+    [num_rows, vocab_size]."""
+    assert all(row.place < num_rows for row in rows), "a row of other logits"
+    repetition, frequency, presence = np.ones(num_rows, np.float32), *np.zeros((2, num_rows), np.float32)
+    masked, bias, seen, counts = list[_Part](), list[_Part](), list[_Part](), list[_Part]()
+    for place, item, history, num_outputs in rows:
+        masked += [(place, ids, NO_VALUES) for ids in item.masked_ids(history, num_outputs)]
+        if (added := item.bias(history)) is not None:
+            bias.append((place, *added))
+        if item.seen is not None:
+            repetition[place] = item.params.repetition_penalty
+            seen.append((place, item.seen.ids, NO_VALUES))
+        if item.generated is not None:
+            frequency[place], presence[place] = item.params.frequency_penalty, item.params.presence_penalty
+            counts.append((place, item.generated.ids, item.generated.counts))
+    found: dict[str, Any] = {}
+    if pairs := _pairs(masked, vocab_size):
+        found["masked"] = pairs[0]
+    if pairs := _pairs(bias, vocab_size):
+        found["bias"] = pairs
+    if pairs := _pairs(seen, vocab_size):
+        found["repetition"] = repetition, pairs[0]
+    if pairs := _pairs(counts, vocab_size):
+        found["counts"] = frequency, presence, *pairs
+    return found
+
+
+_Part = tuple[int, Int64, Float32]  # a row of the logits, ids [P], their values [P] or NO_VALUES
+
+
+def _pairs(parts: list[_Part], vocab_size: int) -> tuple[Array, Array] | None:
+    """Join all (row, id) pairs [P, 2] int64 and their values, [P] float32 or [0] without; None if there are no pairs.
+
+    Ids beyond the vocabulary are left out, because they have no logit.
+    """
+    if not parts:
+        return None
+    rows, ids, values = zip(*parts, strict=True)
+    pairs = np.stack([np.repeat(rows, [len(part) for part in ids]), np.concatenate(ids)], axis=1)
+    numbers, inside = np.concatenate(values), pairs[:, 1] < vocab_size
+    if not inside.all():
+        pairs, numbers = pairs[inside], numbers[inside] if len(numbers) else numbers
+    return (pairs, numbers) if len(pairs) else None
 
 
 def warp_rows(

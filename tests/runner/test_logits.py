@@ -17,17 +17,16 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.sampling import SamplingTensors, adjust
 from penstock.runner.logits import (
     OPTIONS,
-    AdjustedRow,
     Draw,
     LogitAdjustments,
     Repetitions,
     _repeats,
     _repeats_of_all,
-    adjusted_pairs,
     log_probabilities,
     next_state,
     truncate,
 )
+from penstock.runner.sampler import AdjustedRow, adjusted_pairs
 from tests.fakes import FakeOps
 from tests.hf_models import make_llama
 
