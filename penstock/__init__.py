@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     )
     from penstock.interface.plugins import register_logits_processor
     from penstock.interface.pooling import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
@@ -58,6 +60,8 @@ _HOMES = {
     "BeamSearchOutput": "interface.outputs",
     "BeamSearchParams": "interface.sampling_params",
     "BeamSearchSequence": "interface.outputs",
+    "ClassificationOutput": "interface.pooling",
+    "ClassificationRequestOutput": "interface.pooling",
     "CompletionOutput": "interface.outputs",
     "EmbeddingOutput": "interface.pooling",
     "EmbeddingRequestOutput": "interface.pooling",
@@ -114,6 +118,8 @@ __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it
     "EmbeddingRequestOutput",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "register_model",
     "register_logits_processor",
     "register_parser",

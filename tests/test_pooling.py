@@ -136,8 +136,10 @@ def test_what_is_refused(llm: LLM) -> None:
         (lambda: llm.embed({"prompt_token_ids": random_ids(129, 1)}), "exceed the context of 128"),
         (lambda: llm.embed(prompt, SamplingParams()), "pooling_params"),  # type: ignore[arg-type]
         (lambda: llm.embed([prompt], [PoolingParams()] * 2), "2 for 1 prompts"),
-        (lambda: llm.encode(prompt, pooling_task="classify"), "pooling_task"),
-        (lambda: llm.encode(prompt, PoolingParams(pooling_type="CLS"), pooling_task="token_embed"), "pooling_task"),
+        (lambda: llm.encode(prompt, pooling_task="rank"), "pooling_task"),
+        (lambda: llm.encode(prompt, PoolingParams(task="embed"), pooling_task="token_embed"), "pooling_task"),
+        (lambda: llm.encode(prompt, pooling_task="classify"), "no classifier's head"),
+        (lambda: llm.encode(prompt, PoolingParams(pooling_type="CLS"), pooling_task="token_embed"), "pooling_type"),
         (lambda: llm.score(PROMPTS[:2], PROMPTS[:3]), "text_1"),
         (lambda: PoolingParams(pooling_type="MAX"), "pooling_type"),
         (lambda: PoolingParams(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
@@ -205,13 +207,13 @@ def write(directory: Path, modules: Any, **pooling: Any) -> PoolerConfig:
     (directory / "1_Pooling").mkdir(exist_ok=True)
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    return read_pooler(directory, 48)
+    return read_pooler(directory, PoolerConfig(hidden_size=48))
 
 
 def test_what_sentence_transformers_writes(tmp_path: Path) -> None:
     """Guards against a model that is pooled in another way than it was trained for, without a word; and against a path
     that leads out of the directory."""
-    assert read_pooler(tmp_path, 48) == PoolerConfig(hidden_size=48)
+    assert read_pooler(tmp_path, PoolerConfig(hidden_size=48)) == PoolerConfig(hidden_size=48)
     names = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize", "Dense": "2_Dense"}
     modules = {name: {"type": f"sentence_transformers.models.{name}", "path": path} for name, path in names.items()}
     both = [modules["Transformer"], modules["Pooling"]]
@@ -229,6 +231,6 @@ def test_what_sentence_transformers_writes(tmp_path: Path) -> None:
             write(tmp_path, wrong, pooling_mode_mean_tokens=True)
     (tmp_path / "modules.json").unlink()
     (tmp_path / "config.json").write_text('{"matryoshka_dimensions": [16, 32]}')
-    cut = read_pooler(tmp_path, 48)
+    cut = read_pooler(tmp_path, PoolerConfig(hidden_size=48))
     assert cut.settle(PoolingParams(dimensions=32), 1).dimensions == 32
     refused(lambda: cut.settle(PoolingParams(dimensions=31), 1), "one of 16, 32")

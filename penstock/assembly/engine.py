@@ -13,11 +13,11 @@ from penstock.assembly.memory import CachePlan, Ledger, MemoryPlan, plan_given_c
 from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.sizes import model_sizes, reserve_results
 from penstock.assembly.streaming import as_served
-from penstock.config import TRITON, EngineConfig
+from penstock.config import LIMITS, TRITON, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Clock, Scheduling
-from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
+from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail, invalid
 from penstock.interface import entry_points
 from penstock.interface.messages import ModelInfo
 from penstock.interface.plugins import import_files
@@ -270,6 +270,7 @@ def _make_engine(
             policy=scheduler.scheduling_policy,
             max_stall_s=None if scheduler.max_stall_ms is None else scheduler.max_stall_ms / 1000,
             prefill_ratio=scheduler.prefill_ratio,
+            whole_prompts=model_config.bidirectional,
             clock=clock,
         ),
         max_model_len=scheduler.max_model_len,
@@ -347,7 +348,9 @@ def _resolve(
         if numerics.verify_files and numerics.load_format == "auto":
             reasons["verify_files"] = f"on: {verify_checksums(weights)}"
     why_not = why_no_gpu(config, model, weights)
-    config = replace(config, numerics=numerics).resolve(model, num_engines, number=number, why_no_gpu=why_not)
+    config, why_texts = _for_texts(replace(config, numerics=numerics), model)
+    reasons |= why_texts
+    config = config.resolve(model, num_engines, number=number, why_no_gpu=why_not)
     check_split(config, model, weights)
     reasons |= explain_sharding(config, model)
     if model.model_impl == "auto" and isinstance(find_model(model.architecture), FallbackVersion):
@@ -359,6 +362,30 @@ def _resolve(
         stored = stored.decoded()
     check_codes(config, model, stored)
     return replace(config, numerics=numerics, reasons=config.reasons | reasons | why), stored
+
+
+def _for_texts(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, dict[str, str]]:
+    """Choose what follows from texts of a limited length, and from an encoder: a text is computed in one step, because
+    its tokens see those after them. Give the reason of each choice.
+
+    Raises:
+        InvalidRequestError: an option is for texts that are continued, or leaves a step too little room.
+    """
+    scheduler, reasons = config.scheduler, dict[str, str]()
+    if scheduler.max_model_len is None and model.max_seq_length is not None:
+        scheduler = replace(scheduler, max_model_len=min(model.max_seq_length, model.longest_context))
+        reasons["max_model_len"] = f"{scheduler.max_model_len}: max_seq_length of sentence_bert_config.json"
+    if model.bidirectional:
+        option = config.cache.offload_option or (config.speculation.drafts and "speculative_config")
+        if option:
+            raise invalid(option, "an encoder continues no text, and its texts share no prefix")
+        length, room = scheduler.max_model_len or model.context, scheduler.max_num_batched_tokens
+        if room is not None and room < length:
+            raise fail("max_num_batched_tokens", room, f"at least max_model_len = {length}: a text is one step")
+        scheduler = replace(scheduler, max_num_batched_tokens=room or max(LIMITS[1], length))
+        config = replace(config, cache=replace(config.cache, enable_prefix_caching=False))
+        reasons["enable_prefix_caching"] = "off: an encoder's tokens depend on the text after them"
+    return replace(config, scheduler=scheduler), reasons
 
 
 def _names(stored: Stored) -> str:
@@ -375,6 +402,8 @@ def why_no_gpu(config: EngineConfig, model: ModelConfig, weights: Weights) -> st
         return "the model is computed in torch by a class that is not one of the built-in families"
     if config.parallel.num_ranks * config.parallel.pipeline_parallel_size > 1:
         return "several processes share the model, which they can do on the CPU only"
+    if model.bidirectional:
+        return "its tokens see the text after them, and the kernels for GPUs attend to what is before"
     if config.numerics.load_format == "mock":
         return "there is no model to compute (load_format = mock)"
     if isinstance(weights, Path) and config.numerics.load_format == "auto" and packed.find_packed(weights) is not None:

@@ -21,7 +21,7 @@ from penstock.layers.rotary import rotary_fingerprint
 from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.registry import FALLBACK, FallbackVersion, ModelVersion, find_architecture, find_model
 from penstock.spec.model_config import ModelConfig
-from penstock.spec.pooler import read_pooler
+from penstock.spec.pooler import read_pooler, usual_pooler
 from penstock.weights.instance import Weights
 from penstock.weights.kv_scales import kv_scales_fingerprint
 from penstock.weights.safetensors import fingerprint
@@ -62,8 +62,8 @@ def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, w
 
 def _pooler(config: EngineConfig, model_config: ModelConfig, weights: Weights) -> PoolerConfig:
     """Decide how hidden states become embeddings: as the model's files say, unless the user's options say otherwise."""
-    size = model_config.hidden_size
-    found = read_pooler(weights, size) if isinstance(weights, Path) else PoolerConfig(hidden_size=size)
+    usual = usual_pooler(model_config)
+    found = read_pooler(weights, usual) if isinstance(weights, Path) else usual
     return found.with_options(config.pooling.pooler_config)
 
 

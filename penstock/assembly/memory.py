@@ -137,7 +137,8 @@ def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], win
     if block_size is None or length is None or chunk is None:
         raise InvalidRequestError("block_size: the config is not resolved", param="block_size")
     sinks = 0 if window is None else model.num_sink_tokens
-    group = CacheGroup(layers, window, 0, block_size, num_sink_tokens=sinks, chunked=model.chunked_windows)
+    rules = {"chunked": model.chunked_windows, "bidirectional": model.bidirectional}
+    group = CacheGroup(layers, window, 0, block_size, num_sink_tokens=sinks, **rules)
     ring_size = -(-(window or block_size) // GRANULE) * GRANULE
     has_rings = config.numerics.kernels != TRITON  # whose steps read what they have overwritten
     if length <= block_size and ring_size < block_size and not sinks and has_rings:

@@ -38,6 +38,8 @@ def as_served(model: ModelConfig, numerics: NumericsConfig) -> ModelConfig:
 def _why_no_sinks(model: ModelConfig) -> str | None:
     if any(model.layer_windows) or model.local_rope is not None:
         return "has windows of its own"
+    if model.bidirectional:
+        return "is an encoder, which continues no text"
     if model.rope is None:
         return "has no rotary embedding"
     if model.rope.rope_type in BY_LENGTH:

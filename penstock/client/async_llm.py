@@ -12,8 +12,10 @@ from penstock.client.input_processor import Prompt, PromptRequest
 from penstock.client.process import ProcessClient
 from penstock.client.records import RecordOptions, SavedRecord
 from penstock.client.results import (
+    classification_output,
     embedding_output,
     embedding_request,
+    is_matrix,
     pooling_output,
     pooling_request,
     search_output,
@@ -25,7 +27,13 @@ from penstock.errors import NotSupportedError, check_bool, check_int, pop_option
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
-from penstock.interface.pooling import EmbeddingRequestOutput, PoolingOutput, PoolingParams, PoolingRequestOutput
+from penstock.interface.pooling import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+)
 from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -147,8 +155,14 @@ class AsyncLLM:
             InvalidRequestError, EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
         """
         request = pooling_request(pooling_params)
-        is_matrix = request.pooling is not None and request.pooling.pooling_type == "ALL"
-        return pooling_output(await self._only(prompt, request, request_id), is_matrix=is_matrix)
+        output = await self._only(prompt, request, request_id)
+        return pooling_output(output, is_matrix=is_matrix(request, self.model_info.pooler))
+
+    async def classify(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
+    ) -> ClassificationRequestOutput:
+        """Compute a classifier's scores of a prompt. Raise the errors of `encode`."""
+        return classification_output(await self._only(prompt, pooling_request(pooling_params, "classify"), request_id))
 
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None

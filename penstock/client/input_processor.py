@@ -181,12 +181,19 @@ class InputProcessor:
         if text is not None:
             check_unicode(text, param="prompt")
         if not ids and self._tokenizer is not None:
-            ids = self._tokenizer.encode(text or "")
+            given = text or ""
+            given = given if pooling is None else self._info.pooler.prompted(given, pooling.prompt_name)
+            ids = self._tokenizer.encode(given)
             if not ids:
                 raise fail("prompt", ids, "a text, or a list of at least one token id")
             if pooling is not None:
                 ids = self._info.pooler.ended(ids, self._tokenizer.eos_token_id)
-        if pooling is not None:
+                ids = pooling.truncated(ids, self._info.max_model_len, self._tokenizer.special_ids)
+        elif pooling is not None:
+            if pooling.prompt_name is not None:
+                raise fail(
+                    "prompt_name", pooling.prompt_name, "absent: a prompt goes before a text, not before token ids"
+                )
             ids = pooling.truncated(ids, self._info.max_model_len)
         elif params is not None:
             ids = params.truncated(ids, self._info.max_model_len)
@@ -214,7 +221,8 @@ class InputProcessor:
         if params.pooling is not None:
             return params.settled(pooling=self._info.pooler.settle(params.pooling, num_tokens))
         if not self._info.has_lm_head:
-            message = "this model has no language-model head: it gives embeddings, and generates nothing"
+            gives = "classes" if self._info.pooler.labels else "embeddings"
+            message = f"this model has no language-model head: it gives {gives}, and generates nothing"
             raise InvalidRequestError(message, param="model", code="no_lm_head")
         return params
 

@@ -14,8 +14,12 @@ from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
 from penstock.client.prompts import check_text, progress
 from penstock.client.results import (
+    classification_output,
     embedding_output,
     embedding_request,
+    is_matrix,
+    pair_output,
+    pair_request,
     pooling_output,
     pooling_request,
     requests_for,
@@ -42,6 +46,7 @@ from penstock.errors import (
 )
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
 from penstock.interface.pooling import (
+    ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingParams,
@@ -237,7 +242,8 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Compute the pooled hidden states of each prompt as an array, in the order given.
 
-        pooling_task: "token_embed" gives the hidden state of every token, [T, hidden]; "embed" follows pooling_params.
+        pooling_task: "token_embed" gives the hidden state of every token, [T, hidden]; "embed" follows pooling_params;
+            "classify" and "token_classify" give a classifier's scores, [labels] and [T, labels].
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong.
@@ -245,9 +251,8 @@ class LLM:
         """
         make = partial(pooling_request, pooling_task=pooling_task)
         outputs, params = self._pool(prompts, pooling_params, make, use_tqdm)
-        are_matrices = [item.pooling is not None and item.pooling.pooling_type == "ALL" for item in params]
-        pairs = zip(outputs, are_matrices, strict=True)
-        return [pooling_output(output, is_matrix=is_matrix) for output, is_matrix in pairs]
+        pooler, pairs = self.client.model_info.pooler, zip(outputs, params, strict=True)
+        return [pooling_output(output, is_matrix=is_matrix(item, pooler)) for output, item in pairs]
 
     def embed(
         self,
@@ -260,6 +265,18 @@ class LLM:
         outputs, _ = self._pool(prompts, pooling_params, embedding_request, use_tqdm)
         return [embedding_output(output) for output in outputs]
 
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Compute a classifier's scores of each prompt, in the order given. Raise the errors of `encode`."""
+        make = partial(pooling_request, pooling_task="classify")
+        outputs, _ = self._pool(prompts, pooling_params, make, use_tqdm)
+        return [classification_output(output) for output in outputs]
+
     def score(
         self,
         text_1: Prompt | Sequence[Prompt],
@@ -268,7 +285,8 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Score how similar texts are: one text to each of several, or each text to its counterpart.
+        """Score how similar texts are: one text to each of several, or each text to its counterpart. A cross-encoder
+        reads the texts of a pair together; otherwise their embeddings are compared.
 
         Raises:
             InvalidRequestError: the numbers of texts do not match, or as for `encode`.
@@ -277,7 +295,16 @@ class LLM:
         first, second = _listed(text_1), _listed(text_2)
         if len(first) not in (1, len(second)):
             raise fail("text_1", len(first), f"one text, or as many as text_2 has: {len(second)}")
-        params = replace(PoolingParams() if pooling_params is None else pooling_params, normalize=True)
+        params, info = pooling_params or PoolingParams(), self.client.model_info
+        if info.pooler.labels:
+            firsts = first * len(second) if len(first) == 1 else first
+            pairs = [
+                pair_request(self.client.tokenizer, info, pair, params) for pair in zip(firsts, second, strict=True)
+            ]
+            prompts: list[Prompt] = [{"prompt_token_ids": ids} for ids, _ in pairs]
+            outputs, _ = self._pool(prompts, [item for _, item in pairs], pooling_request, use_tqdm)
+            return [pair_output(output) for output in outputs]
+        params = replace(params, normalize=True)
         found = self.embed([*first, *second], params, use_tqdm=use_tqdm)
         known, others = found[: len(first)], found[len(first) :]
         return [score_output(known[index % len(known)], other) for index, other in enumerate(others)]

@@ -7,10 +7,15 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import RequestFailedError, check_choice, fail, invalid
+from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from penstock.interface.pooling import (
+    POOLING_TASKS,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    PoolerConfig,
     PoolingOutput,
     PoolingParams,
     PoolingRequestOutput,
@@ -19,26 +24,23 @@ from penstock.interface.pooling import (
     cosine,
 )
 from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
-from penstock.tokenizer.tokenizer import Tokenizer
-
-TASKS = {"embed": None, "token_embed": "ALL"}  # vLLM's pooling_task -> pooling_type
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_pair
 
 
 def pooling_request(params: Any, pooling_task: str | None = None) -> SamplingParams:
     """Make the parameters of a request for vectors.
 
     Raises:
-        InvalidRequestError: params are not PoolingParams, or contradict the task.
+        InvalidRequestError: params are not PoolingParams, or have another task.
     """
     params = PoolingParams() if params is None else params
     if not isinstance(params, PoolingParams):
         raise fail("pooling_params", params, "a PoolingParams, or a list of them")
     if pooling_task is not None:
-        check_choice("pooling_task", pooling_task, [*TASKS])
-        kind = TASKS[pooling_task]
-        if kind is not None and params.pooling_type not in (None, kind):
-            raise fail("pooling_task", pooling_task, f"embed with pooling_type = {params.pooling_type}")
-        params = params if kind is None else replace(params, pooling_type=kind)
+        check_choice("pooling_task", pooling_task, [*POOLING_TASKS])
+        if params.task not in (None, pooling_task):
+            raise fail("pooling_task", pooling_task, f"{params.task}, as in pooling_params")
+        params = replace(params, task=pooling_task)
     return SamplingParams.for_pooling(params)
 
 
@@ -48,7 +50,7 @@ def embedding_request(params: Any) -> SamplingParams:
     Raises:
         InvalidRequestError: params are not PoolingParams, or ask for a vector of each token.
     """
-    request = pooling_request(params)
+    request = pooling_request(params, "embed")
     if request.pooling is not None and request.pooling.pooling_type == "ALL":
         raise fail("pooling_type", "ALL", "LAST, MEAN or CLS: an embedding is one vector; encode gives all")
     return request
@@ -60,6 +62,11 @@ def requests_for(params: Any, count: int, make: Any) -> list[SamplingParams]:
     if len(listed) != count:
         raise invalid("pooling_params", f"{len(listed)} for {count} prompts; give one, or one per prompt")
     return [make(item) for item in listed]
+
+
+def is_matrix(request: SamplingParams, pooler: PoolerConfig) -> bool:
+    """Tell whether a request gives a vector for each token."""
+    return request.pooling is not None and pooler.settle(request.pooling, 1).pooling_type == "ALL"
 
 
 def pooling_output(output: RequestOutput, *, is_matrix: bool) -> PoolingRequestOutput[PoolingOutput]:
@@ -74,6 +81,47 @@ def embedding_output(output: RequestOutput) -> EmbeddingRequestOutput:
     """Convert a request's vector to a list. Raise RequestFailedError if its computation failed."""
     result = EmbeddingOutput(array("f", _pooled(output)).tolist())
     return EmbeddingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def classification_output(output: RequestOutput) -> ClassificationRequestOutput:
+    """Convert a classifier's scores to a list. Raise RequestFailedError if its computation failed."""
+    result = ClassificationOutput(array("f", _pooled(output)).tolist())
+    return ClassificationRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
+
+
+def pair_request(
+    tokenizer: Tokenizer | None,
+    info: ModelInfo,
+    pair: tuple[Any, Any],
+    params: PoolingParams,
+    names: tuple[str, ...] = ("text_1", "text_2"),
+) -> tuple[list[int], PoolingParams]:
+    """Encode a pair of texts for a cross-encoder, cut as the parameters say: its ids, and the parameters with them.
+
+    names: of the two texts, for errors.
+
+    Raises:
+        InvalidRequestError: the model has not exactly one label, or a text is none, or too long.
+    """
+    if len(info.pooler.labels) != 1:
+        raise invalid(
+            "model", f"a classifier with {len(info.pooler.labels)} labels scores no pairs; it needs one label"
+        )
+    for name, text in zip(names, pair, strict=True):
+        if not isinstance(text, str) or not text:
+            raise fail(name, text, "a text: a cross-encoder reads pairs of them")
+        check_prompt_length(text, info.max_model_len, param=name)
+    ids, start = encode_pair(tokenizer, *pair)
+    special = frozenset() if tokenizer is None else tokenizer.special_ids
+    ids = params.truncated(ids, info.max_model_len, special)
+    start = start if start is not None and start < len(ids) and info.pooler.num_token_types > 1 else None
+    return ids, replace(params, task="classify", second_text_start=start, truncate_prompt_tokens=None)
+
+
+def pair_output(output: RequestOutput) -> ScoringRequestOutput:
+    """Convert a cross-encoder's score. Raise RequestFailedError if its computation failed."""
+    (score,) = array("f", _pooled(output))
+    return ScoringRequestOutput(output.request_id, ScoringOutput(score), output.prompt_token_ids)
 
 
 def score_output(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:

@@ -65,6 +65,7 @@ PATIENCE, PATIENCE_S = 10.0, 30.0
 # By function: the field of the request that it works on, and what runs.
 SUBJECTS = {
     "encode_all": ("prompt", "the model's tokenizer"),
+    "encode_pair": ("prompt", "the model's tokenizer"),
     "decode": ("tokens", "the model's tokenizer"),
     "forges_token": ("messages", "the model's tokenizer"),
     "render": ("messages", "the model's chat template"),
@@ -153,6 +154,12 @@ class IsolatedTokenizer:
         options = {"add_special_tokens": add_special_tokens}
         found: list[list[int]] = self.call("encode_all", [list(texts)], options, num_chars=sum(map(len, texts)))
         return found
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        for text in (first, second):
+            check_unicode(text)
+        ids, start = self.call("encode_pair", [first, second], {}, num_chars=len(first) + len(second))
+        return ids, start
 
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -478,7 +485,7 @@ def _in_a_copy(work: Callable[[], Any], cpu_s: float, memory: int) -> "Reply | N
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "encode_all": encode_all, "decode": HFTokenizer.decode, "render": render, "check_form": check_form,
-    "forges_token": HFTokenizer.forges_token,
+    "forges_token": HFTokenizer.forges_token, "encode_pair": HFTokenizer.encode_pair,
 }  # fmt: skip
 
 

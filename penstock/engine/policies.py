@@ -370,6 +370,7 @@ class Scheduling:
         policy: a name of POLICIES.
         max_stall_s: longest time that streams may wait for the prompts in a step; None: no limit.
         prefill_ratio: of LengthClasses; None: PREFILL_RATIO.
+        whole_prompts: a prompt is computed in one step, never in chunks.
         clock: returns seconds.
     """
 
@@ -378,6 +379,7 @@ class Scheduling:
     policy: str = "fcfs"
     max_stall_s: float | None = None
     prefill_ratio: float | None = None
+    whole_prompts: bool = False
     clock: Clock = time.monotonic
 
     def make_policy(self, max_model_len: int) -> FirstCome:

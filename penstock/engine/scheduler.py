@@ -170,6 +170,7 @@ class Scheduler:
         self.in_flight = InFlight(depth)
         self.max_num_seqs = scheduling.max_num_seqs
         self.max_num_batched_tokens = scheduling.max_num_batched_tokens
+        self.whole_prompts = scheduling.whole_prompts
         self.policy = scheduling.make_policy(max_model_len)
         self.pace = None if scheduling.max_stall_s is None else Pace(scheduling.max_stall_s)
         self.waiting: deque[Request] = deque()
@@ -404,7 +405,10 @@ class Scheduler:
 
     def _fit(self, plan: _Plan, request: Request, num_computed: int) -> int:
         """Count how many tokens of a request the step still has room for, from num_computed on."""
-        num_new = min(request.num_tokens - num_computed, plan.budget)
+        num_missing = request.num_tokens - num_computed
+        num_new = min(num_missing, plan.budget)
+        if self.whole_prompts and num_new < num_missing:
+            return 0
         if self.pace is None or not num_new or request.is_stream:
             return num_new
         num_streams = plan.num_stream_tokens or self.in_flight.num_streams  # those in flight wait for this step too

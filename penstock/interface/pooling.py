@@ -1,12 +1,14 @@
 """Pooling: vectors for a prompt instead of tokens. PoolingParams says which, PoolerConfig what a model is made for.
 
     prompt of T tokens -> final hidden states [T, hidden] -> pooled [hidden], cut to `dimensions`, divided by its length
+                       -> a classifier's head: logits of the pooled state [labels] -> softmax, sigmoid or as they are
 
 Values that a request leaves open (None) are settled by the client from the model's PoolerConfig. Names are vLLM's.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from math import fsum
 from operator import mul
 from typing import Any, Generic, TypeVar
@@ -25,6 +27,8 @@ from penstock.errors import (
 
 # LAST, CLS: hidden state of the last or the first token; MEAN: average over all tokens; ALL: every token, [T, hidden].
 POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
+# vLLM's tasks, and whether they are a classifier's; the token tasks pool ALL
+POOLING_TASKS = {"embed": False, "token_embed": False, "classify": True, "token_classify": True}
 # of pooler_config
 POOLER_OPTIONS = ("pooling_type", "normalize", "add_eos_token", "is_matryoshka", "matryoshka_dimensions")
 TRUNCATION_SIDES = ("right", "left")
@@ -40,21 +44,30 @@ class PoolingParams:
     """The vector or vectors that a request wants of the hidden states of its prompt.
 
     Attributes:
+        task: one of POOLING_TASKS; None: that of a classifier, otherwise "embed".
         pooling_type: one of POOLING_TYPES.
         normalize: divide each vector by its length.
+        use_activation: make scores of a classifier's logits; None: yes.
+        prompt_name: which of the model's prompts is put before the text; None: its default, if it has one.
         dimensions: keep this many leading numbers; only for models that are made for it.
         truncate_prompt_tokens: a longer prompt is cut to this many tokens; -1: to the context; None: it is refused.
         truncation_side: "right" keeps its first tokens, "left" its last ones.
+        second_text_start: in a pair of texts, the index of the first token of the second one; only a model with token
+            types makes a difference of it. None: there is one text.
 
     Raises:
         InvalidRequestError: a value has the wrong type or is out of range; `param` names the field.
     """
 
+    task: str | None = option(None, tuple(POOLING_TASKS))
     pooling_type: str | None = option(None, POOLING_TYPES)
     normalize: bool | None = option(None, bool)
+    use_activation: bool | None = option(None, bool)
+    prompt_name: str | None = option(None, str)
     dimensions: int | None = option(None, range(1, MAX_DIMENSIONS + 1))
     truncate_prompt_tokens: int | None = option(None, range(-1, 2**31))
     truncation_side: str = option("right", TRUNCATION_SIDES)
+    second_text_start: int | None = option(None, range(1, 2**31))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -62,15 +75,28 @@ class PoolingParams:
             raise fail("truncate_prompt_tokens", 0, "-1, or at least 1")
 
     @property
+    def is_classified(self) -> bool:
+        return POOLING_TASKS.get(self.task or "", False)
+
+    @property
     def needs_whole_prompt(self) -> bool:
         """True if other tokens than the last one count, so that no cached prefix may be reused."""
         return self.pooling_type != "LAST"
 
-    def truncated(self, token_ids: Sequence[int], max_model_len: int) -> list[int]:
+    def truncated(
+        self, token_ids: Sequence[int], max_model_len: int, special_ids: Collection[int] = frozenset()
+    ) -> list[int]:
+        """Cut the ids of a prompt that is too long. Those of `special_ids` that it begins and ends with stay."""
         if self.truncate_prompt_tokens is None:
             return list(token_ids)
         limit = max_model_len if self.truncate_prompt_tokens < 0 else min(self.truncate_prompt_tokens, max_model_len)
-        return list(token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:])
+        if len(token_ids) <= limit:
+            return list(token_ids)
+        is_right = self.truncation_side == "right"
+        cut_first = list(token_ids)[:: -1 if is_right else 1]
+        kept = list(takewhile(special_ids.__contains__, cut_first))[:limit]
+        rest = cut_first[len(kept) + len(token_ids) - limit :]
+        return [*kept, *rest][:: -1 if is_right else 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +106,10 @@ class PoolerConfig:
     Attributes:
         add_eos_token: whether EOS follows a text that is encoded with special tokens.
         hidden_size: length of a hidden state; 0: not known.
+        labels: the names of the classes of a classifier, as in ModelConfig; (): it gives embeddings.
+        num_token_types: as in ModelConfig.
+        prompts: what the model was trained to see before a text, by name.
+        default_prompt: the name of the prompt of a text without one; None: there is none.
         is_matryoshka: whether leading numbers of an embedding are an embedding too, so that any `dimensions` may be
             requested.
         matryoshka_dimensions: the only dimensions that may be requested; (): none, or any with is_matryoshka.
@@ -92,6 +122,10 @@ class PoolerConfig:
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
     hidden_size: int = 0
+    labels: tuple[str, ...] = ()
+    num_token_types: int = 0
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
     unsupported: str | None = None
 
     def with_options(self, given: Mapping[str, Any] | None) -> "PoolerConfig":
@@ -120,18 +154,50 @@ class PoolerConfig:
             InvalidRequestError: the model is not made for these dimensions, or the result would be too large.
             NotSupportedError: the model's files say that its embeddings need more than is built.
         """
-        kind = params.pooling_type or self.pooling_type
+        of_labels = "token_classify" if self.pooling_type == "ALL" else "classify"
+        task = params.task or (of_labels if self.labels else "embed")
+        if POOLING_TASKS[task] != bool(self.labels):
+            why = "it is a classifier" if self.labels else "it has no classifier's head"
+            raise invalid("task", f"this model does not {task}: {why}")
+        self._check_fields_of(task, params)
+        kind = params.pooling_type or ("ALL" if task.startswith("token_") else self.pooling_type)
+        if task == "classify" and kind == "ALL":
+            raise invalid("task", "this classifier gives scores to tokens: token_classify")
         if self.unsupported is not None and params.pooling_type is None:
             raise NotSupportedError(f"{self.unsupported}; pooler_config, or pooling_type, decides", param="model")
         self._check_dimensions(params.dimensions)
-        if kind == "ALL" and num_tokens * self.hidden_size * FLOAT_BYTES > MAX_POOLED_BYTES:
+        width = len(self.labels) or self.hidden_size
+        if kind == "ALL" and num_tokens * width * FLOAT_BYTES > MAX_POOLED_BYTES:
             raise invalid(
                 "pooling_type",
                 f"the hidden states of {num_tokens} tokens take more than {MAX_POOLED_BYTES} bytes; at "
-                f"most {MAX_POOLED_BYTES // (self.hidden_size * FLOAT_BYTES)} tokens are allowed",
+                f"most {MAX_POOLED_BYTES // (width * FLOAT_BYTES)} tokens are allowed",
             )
-        normalize = kind != "ALL" and self.normalize if params.normalize is None else params.normalize
-        return replace(params, pooling_type=kind, normalize=normalize)
+        usual = self.normalize and kind != "ALL" and not self.labels
+        normalize = usual if params.normalize is None else params.normalize
+        return replace(params, task=task, pooling_type=kind, normalize=normalize)
+
+    def _check_fields_of(self, task: str, params: PoolingParams) -> None:
+        """Refuse the fields that mean nothing with a task, or for the model."""
+        if task.startswith("token_") and params.pooling_type not in (None, "ALL"):
+            raise fail("pooling_type", params.pooling_type, f"ALL, or absent, with the task {task}")
+        names = ("normalize", "dimensions", "prompt_name") if POOLING_TASKS[task] else ("use_activation",)
+        for name in names:
+            if getattr(params, name) is not None:
+                raise invalid(name, f"not allowed with the task {task}")
+        if params.is_classified and params.pooling_type == "MEAN":
+            raise fail("pooling_type", "MEAN", "LAST, CLS or ALL: a head reads the states of tokens")
+        if params.second_text_start is not None and self.num_token_types < 2:
+            raise invalid("second_text_start", "this model has no types of tokens")
+
+    def prompted(self, text: str, name: str | None) -> str:
+        """Put a prompt before a text: the one of this name, or else the default. Raise InvalidRequestError if there is
+        none of the name."""
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return text
+        check_choice("prompt_name", name, tuple(self.prompts))
+        return self.prompts[name] + text
 
     def ended(self, token_ids: Sequence[int], eos_token_id: int | None) -> list[int]:
         """Add the EOS that follows a text, unless the tokenizer has added it already."""
@@ -179,8 +245,19 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """probs: a classifier's score of each label."""
+
+    probs: list[float] = field(repr=False)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """The score of two texts: the cosine of the angle between their embeddings, -1 to 1."""
+    """The score of two texts: what a cross-encoder gives them, or the cosine of their embeddings, -1 to 1."""
 
     score: float
 
@@ -199,6 +276,11 @@ class PoolingRequestOutput(Generic[Result]):
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
     """The embedding of a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The classes of a text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class CacheGroup:
         ring: whether a request has one block in each layer, whose slots are overwritten: the token at position p is in
             slot p % block_size; block_size is at least sliding_window. No block is released, no prefix is reused.
         num_sink_tokens: how many first tokens all tokens see besides their window.
+        bidirectional: a token attends to all tokens of its text, which is computed in one step.
     """
 
     layers: tuple[int, ...]
@@ -37,6 +38,7 @@ class CacheGroup:
     ring: bool = False
     num_sink_tokens: int = 0
     chunked: bool = False
+    bidirectional: bool = False
 
     def first_seen(self, position: int) -> int:
         """Find the first position, besides those of sink tokens, to which a token at `position` attends."""

@@ -44,13 +44,14 @@ class AttentionMetadata:
         chunked: the window does not slide: the text is cut into chunks of its length, and a token sees itself and the
             tokens before it in its own chunk.
         num_sink_tokens: how many first tokens of a sequence stay visible (and allocated) before a window.
+        bidirectional: a token sees all tokens of its sequence, those after it too; only without a window.
         plan: which core computes what (kernels/attention/plan.py); None: not planned yet.
 
     A ring is a block table that repeats one block. Its slots are used again, and slot_mapping stores only tokens that
     no later token of the step overwrites.
 
     Raises:
-        InvalidRequestError: sliding_window is below 1.
+        InvalidRequestError: sliding_window is below 1, or there is one and attention is bidirectional.
     """
 
     query_start_loc: Tensor
@@ -62,11 +63,14 @@ class AttentionMetadata:
     num_sink_tokens: int = 0
     plan: AttentionPlan | None = None
     chunked: bool = False
+    bidirectional: bool = False
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and self.sliding_window < 1:
             text = f"sliding_window: {self.sliding_window} is not allowed; it must be 1 or more, or None"
             raise InvalidRequestError(text, param="sliding_window")
+        if self.sliding_window is not None and self.bidirectional:
+            raise InvalidRequestError("sliding_window: bidirectional attention has none", param="sliding_window")
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> "AttentionMetadata":
         """Convert the tensors of the metadata; the plan stays on the host."""

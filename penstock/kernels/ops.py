@@ -361,9 +361,10 @@ class Ops(Protocol):
         """Let each sequence's new tokens attend to its cached and its new tokens, and store the new tokens.
 
         q [T, H, D], k_new and v_new [T, Hkv, D] in dtype -> [T, H * D] dtype. Attention is causal and limited to
-        meta.sliding_window. A row that sees nothing is zeros. q may also be [2, T, H, D]: q[1] are then the queries for
-        the keys of the first meta.num_sink_tokens tokens, q[0] those for all others. lse: a buffer [T, H] float32 for
-        the logarithm of each row's sum of e^score, sink logits included; -inf for a row that sees nothing.
+        meta.sliding_window, or bidirectional. A row that sees nothing is zeros. q may also be [2, T, H, D]: q[1] are
+        then the queries for the keys of the first meta.num_sink_tokens tokens, q[0] those for all others. lse: a buffer
+        [T, H] float32 for the logarithm of each row's sum of e^score, sink logits included; -inf for a row that sees
+        nothing.
 
         New keys and values are rounded to the cache's type before they are attended to, so it makes no difference
         whether a token is read from the cache or from the step. Queries and probabilities are rounded to the cache's

@@ -23,12 +23,14 @@ class ForwardContext:
         kv_caches: one cache per decoder layer.
         attention: metadata of each cache group.
         layer_group: index into `attention` for each decoder layer.
+        token_types: [T] int64, 1 for the tokens of the second text of a pair, else 0; None: the model has no types.
     """
 
     positions: Tensor
     kv_caches: tuple[KVCache, ...]
     attention: tuple[AttentionMetadata, ...]
     layer_group: tuple[int, ...]
+    token_types: Tensor | None = None
 
     def layer(self, index: int) -> tuple[KVCache, AttentionMetadata]:
         return self.kv_caches[index], self.attention[self.layer_group[index]]

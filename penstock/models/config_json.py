@@ -7,7 +7,7 @@ and that of Transformers 5 (`rope_parameters`, `dtype`). The keys of an architec
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from penstock.errors import ModelLoadError, nearest, shown
 from penstock.models.registry import (
     ARCHITECTURES,
     FALLBACK,
-    HEADLESS,
     find_architecture,
+    is_registered,
     may_fall_back,
     unsupported,
 )
 from penstock.spec.config_file import SUPPORTED, read_config, why_unsupported_config, with_overrides
-from penstock.spec.config_reader import ConfigReader, read_json
+from penstock.spec.config_reader import MAX_SIZE, ConfigReader, read_json
 from penstock.spec.generation_config import read_ignored, read_sampling
 from penstock.spec.gguf import is_gguf
 from penstock.spec.gguf_config import config_of_gguf
@@ -92,7 +92,8 @@ def load_model_config(
         generation = read_json(generation_file) if generation_file.exists() else None
     config = with_overrides(config, hf_overrides or {}, rope_scaling)
     try:
-        return parse_model_config(config, generation)
+        found = parse_model_config(config, generation)
+        return replace(found, max_seq_length=read_max_seq_length(directory))
     except ModelLoadError as error:
         problem = str(error)
         if is_gguf(directory):  # which has these keys under names of its own
@@ -117,7 +118,7 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
     generation = ConfigReader(generation_config or {}, "generation_config.json")
     name = _read_name(read)
     model_type = str(read.raw("model_type"))
-    if name not in {*ARCHITECTURES, *HEADLESS} and not may_fall_back(name, model_type):
+    if not is_registered(name) and not may_fall_back(name, model_type):
         raise unsupported(name, why_unsupported_config(config))
     architecture = find_architecture(name)
     notes = {"auto_map": "not followed: code of a checkpoint is never run"} if read.has("auto_map") else {}
@@ -153,6 +154,16 @@ def parse_model_config(config: dict[str, Any], generation_config: dict[str, Any]
         rope.check(head_dim)
     read.finish(HARMLESS)
     return result
+
+
+def read_max_seq_length(directory: Path) -> int | None:
+    """Read the length of texts that sentence-transformers keeps. Raise ModelLoadError if it is none."""
+    file = directory / "sentence_bert_config.json"
+    if not file.is_file():
+        return None
+    read = ConfigReader(read_json(file), file.name)
+    read.neutral({"do_lower_case": False})
+    return read.integer("max_seq_length", 1, MAX_SIZE) if read.has("max_seq_length") else None
 
 
 def _check_fields(architecture: str, numbers: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, check_installed, fail, nearest
 from penstock.interface import entry_points
+from penstock.models.bert.config import classifier, read_bert, read_nomic_bert, read_roberta
 from penstock.models.falcon.config import read_bloom, read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
@@ -65,6 +66,7 @@ from penstock.models.phi3.config import read_phi3
 from penstock.models.transformers import ADOPTED
 from penstock.spec.config_file import SUPPORTED, why_unsupported
 from penstock.spec.config_reader import ConfigReader
+from penstock.spec.config_rules import read_labels
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import ParamTable
 
@@ -218,6 +220,25 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+def _encoder(model_type: str, read_config: ReadConfig) -> Architecture:
+    return replace(_built_in(model_type, read_config, "bert.model.BertModel"), has_lm_head=False)
+
+
+ENCODERS = {
+    f"{name}{kind}": _encoder(model_type, read if is_dense is None else classifier(read, dense=is_dense))
+    for name, model_type, read in (
+        ("Bert", "bert", read_bert),
+        ("Camembert", "camembert", read_roberta),
+        ("Roberta", "roberta", read_roberta),
+        ("XLMRoberta", "xlm-roberta", read_roberta),
+        ("NomicBert", "nomic_bert", read_nomic_bert),
+    )
+    for kind, is_dense in (
+        ("Model", None), ("ForMaskedLM", None), ("ForSequenceClassification", True), ("ForTokenClassification", False),
+    )
+}  # fmt: skip
+
+
 def _without_head(name: str) -> str:
     if name in ("Gemma3ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM"):
         return name.replace("ForCausalLM", "TextModel")
@@ -238,6 +259,37 @@ def _headless(architecture: Architecture) -> Architecture:
         return {**read(config), "tie_word_embeddings": True, "lm_head_bias": False}
 
     return replace(architecture, read_config=read_headless, has_lm_head=False)
+
+
+# name of the classifier -> name of the decoder with its LM head, in the place of which it has a head of its own
+CLASSIFIERS = {re.sub("(Text)?Model$", r"\1ForSequenceClassification", name): HEADLESS[name] for name in HEADLESS}
+
+
+class ClassifierVersion(ModelVersion):
+    """A decoder whose last product gives logits of labels, not of tokens."""
+
+    def read_table(self, config: ModelConfig | None = None) -> ParamTable:
+        table = super().read_table(config)
+        head = ParamTable.from_text("lm_head.weight: {shape: [labels, hidden], from: [score.weight]}", "classifier")
+        rows = (row for row in table.rows if not row.pattern.startswith("lm_head."))
+        return replace(table, rows=(*rows, *head.rows))
+
+
+def _classifier(architecture: Architecture) -> Architecture:
+    """Derive the architecture of a classifier from that of the decoder."""
+    read, version = architecture.read_config, architecture.versions[DEFAULT_VERSION]
+
+    def read_classifier(config: ConfigReader) -> dict[str, Any]:
+        head = {"tie_word_embeddings": False, "lm_head_bias": False, "logit_scale": 1.0}
+        return {**read(config), **read_labels(config), **head, "final_logit_softcapping": None}
+
+    versions: dict[str, ModelVersion] = {DEFAULT_VERSION: ClassifierVersion(version.source, version.table_file)}
+    return Architecture(architecture.model_type, read_classifier, versions, has_lm_head=False)
+
+
+def is_registered(name: str) -> bool:
+    """Tell whether a family here has the architecture."""
+    return any(name in known for known in (ARCHITECTURES, ENCODERS, HEADLESS, CLASSIFIERS))
 
 
 FALLBACK = "transformers"  # the version that every decoder of Transformers has
@@ -302,8 +354,12 @@ def find_architecture(name: str) -> Architecture:
     """
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
+    if name in ENCODERS:
+        return ENCODERS[name]
     if name in HEADLESS:
         return _headless(ARCHITECTURES[HEADLESS[name]])
+    if name in CLASSIFIERS:
+        return _classifier(ARCHITECTURES[CLASSIFIERS[name]])
     if may_fall_back(name):
         return fallback()
     raise unsupported(name)

@@ -143,9 +143,9 @@ class ForwardPass:
     def _runner(self, token_ids: Sequence[int]) -> ModelRunner:
         """Make a runner that knows the tokens, with caches for them alone: a token's slot is its position."""
         num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-        sinks, chunked = self._numbers.num_sink_tokens, self._numbers.chunked_windows
+        sinks, rules = self._numbers.num_sink_tokens, self._rules()
         groups = [
-            CacheGroup(layers, window, num_blocks, BLOCK_SIZE, num_sink_tokens=sinks, chunked=chunked)
+            CacheGroup(layers, window, num_blocks, BLOCK_SIZE, num_sink_tokens=sinks, **rules)
             for layers, window in self._numbers.cache_groups()
         ]
         runner = ModelRunner(self._model, self._ops, groups, self._config, self._numbers, self._kv_scales)
@@ -166,13 +166,16 @@ class ForwardPass:
     def _attentions(self, blocks: list[tuple[Any, Attention]], runner: ModelRunner, seen: _Seen) -> tuple[Array, ...]:
         """Compute each layer's weights [H, T, T] with the keys as its cache holds them."""
         found = []
-        windows, chunked = self._numbers.layer_windows, self._numbers.chunked_windows
+        windows, rules = self._numbers.layer_windows, self._rules()
         for (_, attention), cache, queries, window in zip(blocks, runner.kv_caches, seen.queries, windows, strict=True):
             q = np.concatenate(queries, axis=-3)
             keys, _ = self._ops.load_kv(cache, self._ops.tensor(np.arange(q.shape[-3])))
             sinks = self._numbers.num_sink_tokens
-            found.append(attention_weights(q, _copy(keys), attention.params, window, sinks, chunked=chunked))
+            found.append(attention_weights(q, _copy(keys), attention.params, window, sinks, **rules))
         return tuple(found)
+
+    def _rules(self) -> dict[str, bool]:
+        return {"chunked": self._numbers.chunked_windows, "bidirectional": self._numbers.bidirectional}
 
 
 @contextmanager
@@ -214,12 +217,19 @@ class _WatchedOps:
 
 
 def attention_weights(
-    q: Array, keys: Array, params: AttentionParams, window: int | None, num_sinks: int = 0, *, chunked: bool = False
+    q: Array,
+    keys: Array,
+    params: AttentionParams,
+    window: int | None,
+    num_sinks: int = 0,
+    *,
+    chunked: bool = False,
+    bidirectional: bool = False,
 ) -> Array:
     """Compute softmax(q k^T), [H, T, T] float32, with scale, bias and softcap as AttentionParams orders them.
 
     A hidden key has weight 0. q: [T, H, D] or [2, T, H, D], as Ops.attend takes it, keys: [T, Hkv, D], both float32.
-    window, num_sinks, chunked: as in AttentionMetadata.
+    window, num_sinks, chunked, bidirectional: as in AttentionMetadata.
     """
     group = q.shape[-2] // keys.shape[1]
     columns = keys.repeat(group, axis=1).transpose(1, 2, 0)
@@ -238,7 +248,7 @@ def attention_weights(
     if not params.bias_before_scale:
         weights += bias
     first = 0 if window is None else first_seen(at[:, None], window, chunked=chunked)
-    hidden = (distance > 0) | ((at < first) & (at >= num_sinks))
+    hidden = ((distance > 0) & (not bidirectional)) | ((at < first) & (at >= num_sinks))
     weights[:, hidden] = -np.inf
     sinks = -np.inf if params.sink_logits is None else as_array(params.sink_logits)[:, None, None]
     greatest = np.maximum(weights.max(axis=-1, keepdims=True), sinks)

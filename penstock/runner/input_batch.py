@@ -217,6 +217,7 @@ class PackedStep:
 
     Attributes:
         input_ids, positions: [T] int64.
+        token_types: [T] int64, as in ForwardContext.
         seq_lens: [B] int32, cached plus new tokens.
         block_tables: per cache group [B, max_blocks] int32, cut to the longest sequence of the step.
         slot_mappings: per cache group [T] int64; -1 for tokens that are not stored, which only a ring has.
@@ -234,6 +235,7 @@ class PackedStep:
     logits_indices: Int64
     drafts: Int64
     prompt_pieces: list[PromptPiece]
+    token_types: Int64 | None = None
 
     def padded(self, tokens: int) -> "PackedStep":
         """Copy the step with more sequences, of one token each that sees itself alone and is not stored, so that it has
@@ -439,12 +441,20 @@ class InputBatch:
     Attributes (by row; the values of free rows mean nothing):
         token_ids: [max_num_seqs, max_model_len] int32, prompt and outputs.
         num_tokens, num_prompt_tokens: [max_num_seqs] int64.
+        second_text: [max_num_seqs] int64, where the second text of a pair begins; None for a model without token types.
         sampling: sampling parameters.
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], max_num_seqs: int, max_model_len: int, eos_token_ids: Sequence[int] = ()
+        self,
+        groups: Sequence[CacheGroup],
+        max_num_seqs: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
+        *,
+        has_token_types: bool = False,
     ) -> None:
+        self.second_text: Int64 | None = np.zeros(max_num_seqs, dtype=np.int64) if has_token_types else None
         self.token_ids: Int32 = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.num_tokens: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
@@ -498,6 +508,9 @@ class InputBatch:
         self.token_ids[row, :num_tokens] = request.token_ids
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = request.num_prompt_tokens
+        if self.second_text is not None:
+            pooling = request.params.pooling
+            self.second_text[row] = num_tokens if pooling is None else pooling.second_text_start or num_tokens
         for table, block_ids in zip(self.block_tables, request.block_tables, strict=True):
             table.append(row, block_ids)
         self.sampling.set(row, request, self.history(row))
@@ -605,12 +618,18 @@ class InputBatch:
             logits_indices=np.concatenate([layout.indices, *prompt_indices]) if pieces else layout.indices,
             drafts=_drafts_at(scheduled) if layout.has_drafts else layout.no_drafts,
             prompt_pieces=pieces,
+            token_types=self._token_types(token_rows, positions),
         )
         assert len(step.input_ids) == len(step.positions) == layout.starts[-1], "T tokens, as laid out"
         assert len(step.drafts) == len(layout.sampled), "one draft, or none, per sampled position"
         if layout.samples_all and not pieces:
             self._decode = DecodeStep(step, layout, self.block_tables, longest)
         return step
+
+    def _token_types(self, token_rows: Int64, positions: Int64) -> Int64 | None:
+        if self.second_text is None:
+            return None
+        return (positions >= self.second_text[token_rows]).astype(np.int64)
 
     def _lay_out(self, scheduled: Sequence[ScheduledRequest]) -> Layout:
         """Lay out a step; the layout is the last step's object if it is equal."""

@@ -31,7 +31,7 @@ from penstock.kernels.tensors import LOGITS_ROWS, Array, Tensor, as_array, conti
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
-from penstock.runner.pooler import Pooler
+from penstock.runner.pooler import Head, Pooler
 from penstock.runner.sampler import NOT_FINITE, Draws, Sampled, Sampler, token_logprobs
 from penstock.runner.structured import Forms, StructuredRows
 from penstock.spec.model_config import ModelConfig
@@ -114,18 +114,21 @@ class ModelRunner:
         self.cache_bytes = sum(self.kv_caches[layer].num_bytes for layer in self._own_layers)
         owned = {index: set(group.layers) & set(self._own_layers) for index, group in enumerate(groups)}
         self._first_layers = {index: min(found) for index, found in owned.items() if found}
-        self._pooler = Pooler()
+        head = Head(model.compute_logits, len(model_config.labels), model_config.label_activation)
+        self._pooler = Pooler(head)
         self._packed: PackedStep | None = None  # the last step
         self._unplanned: dict[int, AttentionMetadata] = {}  # metadata of the last step, by cache group
-        self.batch = InputBatch(groups, config.scheduler.max_num_seqs, max_model_len, model_config.eos_token_ids)
+        has_types = model_config.num_token_types > 0
+        limits = config.scheduler.max_num_seqs, max_model_len
+        self.batch = InputBatch(groups, *limits, model_config.eos_token_ids, has_token_types=has_types)
         self._structured = StructuredRows(forms, self.batch)
         self._sampler = Sampler(ops, self.batch, self._structured)
         self.store: TieredBlockStore | None = None  # for blocks beyond the cache
 
     def may_record(self, config: EngineConfig, model_config: ModelConfig) -> bool:
         """Tell whether passes are recorded as programs: the backend can, and all passes over the same number of tokens
-        make the same calls on the same memory."""
-        return isinstance(self.ops, RecordingOps)
+        make the same calls on the same memory. An encoder has no steps that repeat."""
+        return isinstance(self.ops, RecordingOps) and not model_config.bidirectional
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         """Compute a step, both halves of it. Raise as they do."""
@@ -274,7 +277,8 @@ class ModelRunner:
         }
         unused = next(iter(planned.values()))  # a placeholder for groups whose layers are all on other stages
         attention = tuple(planned.get(index, unused) for index in range(len(self.groups)))
-        return ForwardContext(self.ops.tensor(step.positions), self.kv_caches, attention, self._layer_group)
+        types = None if step.token_types is None else self.ops.tensor(step.token_types)
+        return ForwardContext(self.ops.tensor(step.positions), self.kv_caches, attention, self._layer_group, types)
 
     def _attention(self, step: PackedStep, index: int) -> AttentionMetadata:
         """Make the metadata of a cache group, without a plan."""
@@ -288,6 +292,7 @@ class ModelRunner:
             sliding_window=group.sliding_window,
             num_sink_tokens=group.num_sink_tokens,
             chunked=group.chunked,
+            bidirectional=group.bidirectional,
         )
 
     def _take_draws(

@@ -6,7 +6,7 @@ beginning.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from penstock.errors import EngineError
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.step import NewRequest, ScheduledRequest
-from penstock.kernels.tensors import FLOAT32, FLOAT64, Float32, Float64, Tensor, as_array
+from penstock.kernels.tensors import FLOAT32, FLOAT64, LOGITS_ROWS, Float32, Float64, Tensor, as_array
 
 ROWS_AT_ONCE = 64  # rows copied at once; a copy of a whole chunk would take megabytes
 
@@ -26,12 +26,13 @@ class _Pooled:
 
     Attributes:
         num_tokens: the length of its prompt.
-        kept: rows of hidden states [n, hidden], in order: the result of LAST, CLS and ALL.
+        kept: rows of hidden states [n, hidden], in order, or what the head makes of them: of LAST, CLS and ALL.
         total: the sum of the rows so far, [hidden]; for MEAN only.
     """
 
     params: PoolingParams
     num_tokens: int
+    head: "Head"
     kept: list[Float32] = field(default_factory=list)
     total: Float64 | None = None
 
@@ -47,15 +48,24 @@ class _Pooled:
                     total += row
             self.total = total
         elif kind == "ALL":
-            self.kept.append(_copy(rows))
+            self.kept += self._read(rows)
         elif (kind == "LAST" and is_last) or (kind == "CLS" and start == 0):
-            self.kept = [_copy(rows[-1:] if kind == "LAST" else rows[:1])]
+            self.kept = self._read(rows[-1:] if kind == "LAST" else rows[:1])
+
+    def _read(self, rows: Tensor) -> list[Float32]:
+        """Copy hidden states, or apply the head to them."""
+        if not self.params.is_classified:
+            return [_copy(rows)]
+        pieces = (rows[first : first + LOGITS_ROWS] for first in range(0, rows.shape[0], LOGITS_ROWS))
+        return [_copy(self.head.compute_logits(piece))[:, : self.head.num_labels] for piece in pieces]
 
     def result(self) -> bytes | None:
         """Finish the vectors, as bytes; None if any number is not finite."""
         found = np.concatenate(self.kept) if self.total is None else (self.total / self.num_tokens)[None]
         if not np.isfinite(found).all():
             return None
+        if self.params.is_classified and self.params.use_activation is not False:
+            found = activated(found, self.head.activation)
         vectors = found[:, : self.params.dimensions]
         if self.params.normalize:
             vectors = np.stack([normalized(vector) for vector in vectors])
@@ -69,17 +79,39 @@ def normalized(vector: npt.NDArray[np.floating]) -> Float64:
     return numbers / length if length else numbers
 
 
+def activated(logits: npt.NDArray[np.floating], activation: str) -> Float64:
+    """Make scores of logits [n, labels], each row by itself: a softmax, or the sigmoid of each, in float64."""
+    numbers = logits.astype(FLOAT64)
+    if activation == "softmax":
+        powers = [[math.exp(item) for item in row] for row in numbers - numbers.max(axis=1, keepdims=True)]
+        return np.array([[item / math.fsum(row) for item in row] for row in powers])
+    if activation == "sigmoid":
+        return np.array([[0.5 * (1.0 + math.tanh(0.5 * item)) for item in row] for row in numbers])
+    return numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A classifier's head: what maps hidden states [M, hidden] to logits, whose first `num_labels` columns count, and
+    the activation of the logits (ModelConfig.label_activation)."""
+
+    compute_logits: Callable[[Tensor], Tensor]
+    num_labels: int
+    activation: str
+
+
 class Pooler:
     """The pooling requests of a runner by id, from the step that brings them until they are removed."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: Head) -> None:
+        self.head = head
         self.requests: dict[str, _Pooled] = {}
 
     def add(self, request: NewRequest) -> None:
         params = request.params.pooling
         if params is None or params.pooling_type is None:
             raise EngineError("a pooling request is settled before it is computed")
-        self.requests[request.request_id] = _Pooled(params, request.num_prompt_tokens)
+        self.requests[request.request_id] = _Pooled(params, request.num_prompt_tokens, self.head)
 
     def remove(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

@@ -51,10 +51,14 @@ from penstock.server.context import (
     shown_stats,
 )
 from penstock.server.embeddings import (
+    ClassificationRequest,
     EmbeddingRequest,
     RankingRequest,
     ScoreRequest,
+    VectorsRequest,
+    create_classification,
     create_embeddings,
+    create_pooling,
     create_ranking,
     create_scores,
 )
@@ -204,6 +208,8 @@ def _routes() -> list[Route]:
         Route("/v1/kv/prefill", create_prefill, methods=["POST"]),
         Route("/v1/kv/blocks", create_blocks, methods=["POST"]),
         Route("/v1/embeddings", create_embeddings, methods=["POST"]),
+        Route("/classify", create_classification, methods=["POST"]),
+        Route("/pooling", create_pooling, methods=["POST"]),
         *(Route(path, create_scores, methods=["POST"]) for path in ("/score", "/v1/score")),
         *(Route(path, create_ranking, methods=["POST"]) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         Route("/v1/models", list_models),
@@ -578,6 +584,8 @@ BODIES: dict[Any, tuple[type, type | None]] = {  # handler -> the body that it r
     create_native_chat: (NativeChatRequest, None),
     apply_template: (TemplateRequest, None),
     create_embeddings: (EmbeddingRequest, None),
+    create_classification: (ClassificationRequest, None),
+    create_pooling: (VectorsRequest, None),
     create_scores: (ScoreRequest, None),
     create_ranking: (RankingRequest, None),
     create_tokens: (TokenizeRequest, None),

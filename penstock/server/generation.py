@@ -150,7 +150,7 @@ class Generation:
     async def _generate(self, index: int) -> AsyncGenerator[RequestOutput, None]:
         request = replace(
             self.prompts[index],
-            params=self.params,
+            params=self.prompts[index].params or self.params,
             request_id=f"{self.id}-{index}",
             flow=self.log.flow or self.id,
             priority=self.log.priority,

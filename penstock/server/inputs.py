@@ -85,17 +85,17 @@ async def encode(
     tokenizer = context.tokenizer()
     if isinstance(text, RenderedChat):
         work = partial(text.token_ids, tokenizer, add_special_tokens=add_special_tokens)
-        return await _tokenizing(context, work, len(text.text))
+        return await tokenizing(context, work, len(text.text))
     work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-    return await _tokenizing(context, work, max(len(text), total))
+    return await tokenizing(context, work, max(len(text), total))
 
 
 async def decode(context: ServerContext, ids: list[int], *, skip_special_tokens: bool = False) -> str:
     work = partial(context.tokenizer().decode, ids, skip_special_tokens=skip_special_tokens)
-    return await _tokenizing(context, work, len(ids))
+    return await tokenizing(context, work, len(ids))
 
 
-async def _tokenizing(context: ServerContext, work: Callable[[], T], size: int) -> T:
+async def tokenizing(context: ServerContext, work: Callable[[], T], size: int) -> T:
     """Run tokenizer work in a thread, so that streams continue. Long work waits for its turn among the flows."""
     if size <= LONG_TEXT:
         return await asyncio.to_thread(work)
@@ -261,7 +261,7 @@ async def render(
     adds = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     options |= {"add_generation_prompt": adds, "continue_final_message": continues}
     work = partial(render_chat, context.tokenizer(), turns, **options)
-    return await _tokenizing(context, work, len(text))
+    return await tokenizing(context, work, len(text))
 
 
 def _implied(context: ServerContext, body: ChatRequest) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from penstock.errors import ModelLoadError
 from penstock.spec.config_reader import MAX_SIZE, ConfigReader, read_json
 
 CONFIG, PARAMS = "config.json", "params.json"
-SUPPORTED = "only autoregressive decoders with a key/value cache are supported"
+SUPPORTED = "only autoregressive decoders with a key/value cache, and encoders like BERT, are supported"
 # Files that other kinds of directories have instead of config.json.
 OTHER_KINDS = {
     "model_index.json": f"a diffusion pipeline; {SUPPORTED}",

@@ -191,6 +191,39 @@ def harmless(read: ConfigReader, *keys: str) -> Numbers:
     return {}
 
 
+MAX_LABELS = 2**16
+LABEL_ACTIVATIONS = {"regression": "identity", "single_label_classification": "softmax"}
+LABEL_ACTIVATIONS |= {"multi_label_classification": "sigmoid"}
+CROSS_ENCODERS = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}  # torch's classes
+
+
+def read_labels(read: ConfigReader) -> Numbers:
+    """Read the classes of a classifier, and what makes scores of its logits.
+
+    A cross-encoder of sentence-transformers names a class of torch; otherwise `problem_type` decides. Without both, one
+    label gets a sigmoid, and several a softmax.
+    """
+    named = read.raw("id2label")
+    count = len(named) if isinstance(named, dict) and named else read.integer("num_labels", 1, MAX_LABELS, 2)
+    names = named if isinstance(named, dict) and named else {str(index): f"LABEL_{index}" for index in range(count)}
+    if count > MAX_LABELS or {*names} != {*map(str, range(count))} or not all(type(x) is str for x in names.values()):
+        raise read.fail("id2label", "an object that maps 0, 1, 2 ... to the names of the classes")
+    own = read.section("sentence_transformers")
+    function = own.raw("activation_fn") if own is not None else read.raw("sbert_ce_default_activation_function")
+    if function is not None:
+        name = str(function).rpartition(".")[2]
+        if name not in CROSS_ENCODERS:
+            raise read.fail("sbert_ce_default_activation_function", f"torch's {', '.join(CROSS_ENCODERS)}, or absent")
+        activation = CROSS_ENCODERS[name]
+    else:
+        usual = "sigmoid" if count == 1 else "softmax"
+        kind = read.choice("problem_type", LABEL_ACTIVATIONS, "") if read.has("problem_type") else ""
+        activation = LABEL_ACTIVATIONS.get(kind, usual)
+        activation = usual if activation == "softmax" else activation
+    labels = tuple(names[str(index)] for index in range(count))
+    return {"labels": labels, "label_activation": activation}
+
+
 def read_rope(
     read: ConfigReader,
     max_position_embeddings: int,

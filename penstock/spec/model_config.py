@@ -104,6 +104,7 @@ class ModelConfig:
         layer_heads: for each layer, its heads; empty: num_attention_heads, num_key_value_heads and head_dim hold in all
             layers. `at` gives the numbers of one layer.
         layer_windows: for each layer, how many tokens a token sees, itself included; None: all.
+        bidirectional: a token sees the whole text, also what comes after it: an encoder, which continues no text.
         num_sink_tokens: how many first tokens every token sees besides its window (assembly/streaming.py).
         chunked_windows: windows do not slide: the text is cut into chunks as long as the window, and a token sees
             itself and the tokens before it in its own chunk.
@@ -141,6 +142,12 @@ class ModelConfig:
         weigh_expert_inputs: the weights of experts multiply what they read, not their results.
         shared_expert_gate: whether a gate for each token multiplies the result of the shared expert, which is added to
             those of the chosen ones; None: there is no shared expert. shared_expert_intermediate_size is its width.
+        max_seq_length: the length to which sentence-transformers cuts texts; None: it does not say.
+        num_token_types: how many embeddings there are of the texts of a pair, which are added to those of their tokens;
+            0: none.
+        labels: the names of the classes to which a classifier assigns a text, or each token; its head has a row for
+            each. (): it is no classifier.
+        label_activation: what makes scores of its logits: "softmax", "sigmoid" or "identity".
         num_nextn_predict_layers: checkpoints may hold this many layers after the last one, which predict further
             tokens. They are not used.
         quantization: how the checkpoint's weights are coded; None: they are floats.
@@ -177,6 +184,7 @@ class ModelConfig:
     rope: RopeConfig | None
     layer_heads: tuple[LayerHeads, ...] = ()
     chunked_windows: bool = False
+    bidirectional: bool = False
     local_rope: RopeConfig | None = None
     num_sink_tokens: int = 0
     rotary_layers: tuple[bool, ...] = ()
@@ -223,6 +231,10 @@ class ModelConfig:
     weigh_expert_inputs: bool = False
     shared_expert_gate: bool | None = None
     shared_expert_intermediate_size: int = 0
+    max_seq_length: int | None = None
+    num_token_types: int = 0
+    labels: tuple[str, ...] = ()
+    label_activation: str = "softmax"
     num_nextn_predict_layers: int = 0
     quantization: Quantization | None = None
     extra: dict[str, Any] = field(default_factory=dict, hash=False)

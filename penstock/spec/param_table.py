@@ -43,7 +43,8 @@ The file has one entry per parameter. The first `*` stands for the layer number,
              only the fields that it has.
     ignore   checkpoint names that hold no values of the model; one that ends in * is the beginning of such names.
     constants  checkpoint names that hold one number each, and the only value that is allowed.
-    prefix   start of Transformers' names that some checkpoints leave out.
+    prefix   start of Transformers' names that some checkpoints leave out; or a list of it and of what other checkpoints
+             have instead.
 """
 
 import itertools
@@ -74,6 +75,7 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "experts": lambda config: config.num_experts,
     "expert_intermediate": lambda config: config.moe_intermediate_size,
     "positions": lambda config: config.max_position_embeddings,
+    "labels": lambda config: len(config.labels),
 }
 FIELDS = ("shape", "from", "or", "shard", "unit", "quant", "leaves", "tied_to", "when")
 UNIT_SIZES: dict[str | None, Callable[[ModelConfig], int]] = {
@@ -122,7 +124,7 @@ class Row:
 @lru_cache(maxsize=16)  # planner, loader and fingerprint read the same text, and YAML is slow to parse
 def read_table(
     text: str, where: str, base: str = ""
-) -> tuple[tuple[Row, ...], tuple[str, ...], str, tuple[tuple[str, float], ...]]:
+) -> tuple[tuple[Row, ...], tuple[str, ...], tuple[str, ...], tuple[tuple[str, float], ...]]:
     """Parse the rows, `ignore`, `prefix` and `constants` of a table; see ParamTable.from_text.
 
     base: the table that `like` names.
@@ -137,13 +139,14 @@ def read_table(
     if not isinstance(ignore, list) or not all(isinstance(item, str) for item in ignore):
         raise ModelLoadError(f"{where}: ignore = {shown(ignore)} is not allowed; it must be a list of names")
     prefix = entries.pop("prefix", "")
-    if not isinstance(prefix, str):
-        raise ModelLoadError(f"{where}: prefix = {shown(prefix)} is not allowed; it must be a word")
+    prefixes = prefix if isinstance(prefix, list) and prefix else [prefix]
+    if not all(isinstance(item, str) for item in prefixes):
+        raise ModelLoadError(f"{where}: prefix = {shown(prefix)} is not allowed; it must be a word, or a list of words")
     constants = entries.pop("constants", {})
     if not isinstance(constants, dict) or not all(isinstance(item, int | float) for item in constants.values()):
         raise ModelLoadError(f"{where}: constants = {shown(constants)} is not allowed; it must map names to numbers")
     rows = tuple(_RowReader(where, pattern, fields).row() for pattern, fields in entries.items())
-    return rows, tuple(ignore), prefix, tuple(constants.items())
+    return rows, tuple(ignore), tuple(prefixes), tuple(constants.items())
 
 
 def _merged(base: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
@@ -343,7 +346,7 @@ class ParamTable:
 
     rows: tuple[Row, ...]
     ignore: tuple[str, ...]
-    prefix: str = ""
+    prefixes: tuple[str, ...] = ("",)
     constants: tuple[tuple[str, float], ...] = ()
 
     @classmethod
@@ -357,6 +360,15 @@ class ParamTable:
         text = read_text(path)
         like = LIKE.search(text)
         return cls(*read_table(text, path.name, "" if like is None else read_text(path.parent / like[1])))
+
+    @property
+    def prefix(self) -> str:
+        return self.prefixes[0]
+
+    def full_name(self, name: str) -> str:
+        """Put the prefix before a checkpoint's name, in place of one that other checkpoints have."""
+        other = next((item for item in self.prefixes if name.startswith(item)), "")
+        return self.prefix + name.removeprefix(other)
 
     def parameters(self, config: ModelConfig) -> dict[str, Parameter]:
         """List every parameter of a model by name, in the order of the table.
@@ -391,7 +403,7 @@ class ParamTable:
     def _names(self, name: str) -> list[str]:
         """List a name with and without the prefix, and with * for numbers."""
         pattern = re.sub(r"\.\d+\.", ".*.", name)
-        return [self.prefix + item if full else item for item in (name, pattern) for full in (False, True)]
+        return [self.full_name(item) if full else item for item in (name, pattern) for full in (False, True)]
 
 
 def leaf_bounds(k: int, leaves: int, unit: int = 1) -> list[tuple[int, int]]:

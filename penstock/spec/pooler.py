@@ -4,11 +4,14 @@
     1_Pooling/config.json    which tokens count (the path is in modules.json)
     config.json              is_matryoshka, matryoshka_dimensions
     tokenizer_config.json    add_eos_token: such models were trained on texts that end with EOS
+    config_sentence_transformers.json    prompts, and the name of the default one
 
-Without modules.json, a decoder's embedding is the normalised hidden state of the last token.
+Without modules.json, a decoder's embedding is the normalised hidden state of the last token, and an encoder's the mean
+of its states, as sentence-transformers takes them.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,24 +19,44 @@ from penstock.errors import ModelLoadError, one_line, shown
 from penstock.interface.pooling import MAX_DIMENSIONS, PoolerConfig
 from penstock.spec.config_file import CONFIG
 from penstock.spec.config_reader import read_json
+from penstock.spec.model_config import ModelConfig
 
-MODULES, TOKENIZER = "modules.json", "tokenizer_config.json"
+MODULES, TOKENIZER, PROMPTS = "modules.json", "tokenizer_config.json", "config_sentence_transformers.json"
 MAX_BYTES = 2**20
 MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}  # pooling_mode_* -> pooling_type
 PART_OF_IT = ("Transformer", "Pooling", "Normalize")
 
 
-def read_pooler(directory: Path, hidden_size: int) -> PoolerConfig:
-    """Read the pooler that a model directory describes.
+def usual_pooler(model: ModelConfig) -> PoolerConfig:
+    """Return what a model's numbers say: encoders classify by the first token's state, decoders by the last one's."""
+    kind = "MEAN" if model.bidirectional else "LAST"
+    if model.labels and model.bidirectional:
+        kind = "CLS" if model.extra["dense_head"] else "ALL"
+    return PoolerConfig(
+        pooling_type=kind,
+        normalize=not model.bidirectional,
+        hidden_size=model.hidden_size,
+        labels=model.labels,
+        num_token_types=model.num_token_types,
+    )
+
+
+def read_pooler(directory: Path, usual: PoolerConfig) -> PoolerConfig:
+    """Read the pooler that a model directory describes. A classifier's is not described.
+
+    usual: what holds for the model if the directory says nothing.
 
     Raises:
         ModelLoadError: a file cannot be read, or does not have the format that sentence-transformers writes.
     """
+    if usual.labels:
+        return usual
     more = _dimensions(directory / CONFIG)
     tokenizer = directory / TOKENIZER
     more["add_eos_token"] = tokenizer.is_file() and read_json(tokenizer).get("add_eos_token") is True
+    more |= _prompts(directory / PROMPTS)
     if not (directory / MODULES).exists():
-        return PoolerConfig(hidden_size=hidden_size, **more)
+        return replace(usual, **more)
     names: list[str] = []
     kind, problem = "LAST", None
     for module in _read_modules(directory / MODULES):
@@ -44,9 +67,18 @@ def read_pooler(directory: Path, hidden_size: int) -> PoolerConfig:
         elif name == "Pooling":
             kind, why_not = _pooling_type(_inside(directory, module.get("path")))
             problem = problem or why_not
-    return PoolerConfig(
-        pooling_type=kind, normalize="Normalize" in names, hidden_size=hidden_size, unsupported=problem, **more
-    )
+    return replace(usual, pooling_type=kind, normalize="Normalize" in names, unsupported=problem, **more)
+
+
+def _prompts(file: Path) -> dict[str, Any]:
+    """Read the prompts. Raise ModelLoadError if they are not texts by name, or the default is none of them."""
+    config = read_json(file) if file.is_file() else {}
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ModelLoadError(f"{file}: prompts = {shown(prompts)} is not allowed; it must map names to texts")
+    if default is not None and default not in prompts:
+        raise ModelLoadError(f"{file}: default_prompt_name = {shown(default)} is not allowed; it must name a prompt")
+    return {"prompts": prompts, "default_prompt": default}
 
 
 def _dimensions(file: Path) -> dict[str, Any]:
@@ -84,6 +116,8 @@ def _pooling_type(file: Path) -> tuple[str, str | None]:
     prefix = "pooling_mode_"
     asked = [name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True]
     asked = asked or [str(config.get("pooling_mode", "")).replace("mean", "mean_tokens").replace("cls", "cls_token")]
+    if config.get("include_prompt") is False:
+        return "LAST", f"{file.parent.name}/{CONFIG}: include_prompt = false is not supported"
     if len(asked) == 1 and asked[0] in MODES:
         return MODES[asked[0]], None
     return "LAST", f"{file.parent.name}/{CONFIG}: pooling by {shown(', '.join(asked))} is not supported"

@@ -125,6 +125,14 @@ class HFTokenizer:
         with library_errors("prompt", "this text cannot be tokenised"):
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Encode two texts, as tokenizer.encode_pair says."""
+        for text in (first, second):
+            check_unicode(text)
+        with library_errors("prompt", "these texts cannot be tokenised"):
+            found = self._backend.encode(first, second)
+            return list(found.ids), found.type_ids.index(1) if 1 in found.type_ids else None
+
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:

@@ -87,6 +87,22 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
+def encode_pair(tokenizer: Tokenizer | None, first: str, second: str) -> tuple[list[int], int | None]:
+    """Encode two texts as one prompt, as a cross-encoder was trained on them, with the special tokens around both.
+
+    Returns:
+        The ids, and where the tokens begin whose type is that of a second text; None: the tokenizer has no types.
+
+    Raises:
+        InvalidRequestError: there is no tokenizer, or it encodes no pairs.
+    """
+    encode = getattr(tokenizer, "encode_pair", None)
+    if encode is None:
+        raise invalid("text_1", "the model has no tokenizer that encodes pairs of texts")
+    ids, start = encode(first, second)
+    return list(ids), start
+
+
 def check_prompt_length(text: str, max_model_len: int, *, param: str = "prompt") -> None:
     """Check that a text can fit into the context, before tokenising it costs time and memory.
 

@@ -94,7 +94,7 @@ def _as_held(layout: Layout, stored: Mapping[str, str], entries: Mapping[str, Te
 
 def _full_name(name: str, entries: Mapping[str, str], known: set[str], table: ParamTable) -> str:
     """Complete a checkpoint's name with the table's prefix, if the name is known only with it."""
-    full = table.prefix + name
+    full = table.full_name(name)
     return full if name not in known and full in known and full not in entries else name
 
 

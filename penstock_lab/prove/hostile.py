@@ -17,7 +17,13 @@ import msgspec
 from msgspec import inspect
 
 from penstock import PenstockError
-from penstock.server.embeddings import EmbeddingRequest, RankingRequest, ScoreRequest
+from penstock.server.embeddings import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    RankingRequest,
+    ScoreRequest,
+    VectorsRequest,
+)
 from penstock.server.llama_cpp import NativeChatRequest, NativeCompletionRequest
 from penstock.server.messages import CountRequest, MessageRequest
 from penstock.server.ollama import (
@@ -70,6 +76,8 @@ KINDS: dict[str, type[Strict]] = {
     "/v1/kv/prefill": PrefillRequest,
     "/v1/kv/blocks": BlocksRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/pooling": VectorsRequest,
+    "/classify": ClassificationRequest,
     "/score": ScoreRequest,
     "/rerank": RankingRequest,
 }

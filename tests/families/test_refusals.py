@@ -27,9 +27,9 @@ from penstock.models.registry import ARCHITECTURES
 from tests.families.case import Case, all_cases, for_cases
 
 FOREIGN: list[tuple[str, PreTrainedConfig, str]] = [
-    ("BertForMaskedLM", BertConfig(), "an encoder"),
+    ("BertForQuestionAnswering", BertConfig(), "an encoder"),
     ("RobertaForCausalLM", RobertaConfig(), "an encoder"),
-    ("LlamaForSequenceClassification", LlamaConfig(), "an encoder"),
+    ("LlamaForQuestionAnswering", LlamaConfig(), "an encoder"),
     ("OPTModel", OPTConfig(), "without a language-model head"),
     ("T5ForConditionalGeneration", T5Config(), "an encoder-decoder"),
     ("BartForConditionalGeneration", BartConfig(), "an encoder-decoder"),

@@ -175,6 +175,7 @@ class Sequences:
         window: number of tokens that a row sees, itself included; None where the window hides nothing.
         sinks: number of first tokens that stay visible before the window; 0 without a window.
         chunked: as in first_seen.
+        bidirectional: a row sees all of its sequence.
     """
 
     tokens: int
@@ -187,6 +188,7 @@ class Sequences:
     window: int | None
     sinks: int
     chunked: bool
+    bidirectional: bool = False
 
     @classmethod
     def of(
@@ -198,6 +200,7 @@ class Sequences:
         num_sink_tokens: int,
         *,
         chunked: bool,
+        bidirectional: bool = False,
     ) -> "Sequences":
         """Read the arrays of AttentionMetadata."""
         starts, lengths = query_start_loc.astype(np.int64), seq_lens.astype(np.int64)
@@ -206,7 +209,8 @@ class Sequences:
         is_decode = tokens == len(counts) and bool((counts == 1).all())
         hides = sliding_window is not None and len(lengths) > 0 and lengths.max() > sliding_window
         window, sinks = (sliding_window, num_sink_tokens) if hides else (None, 0)
-        return cls(tokens, begins, counts, lengths - counts, lengths, is_decode, group, window, sinks, chunked)
+        limits = window, sinks, chunked, bidirectional
+        return cls(tokens, begins, counts, lengths - counts, lengths, is_decode, group, *limits)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,8 +262,8 @@ def row_blocks(step: Sequences, block_rows: int) -> RowBlocks:
     begin = index * size[sequence]
     end = np.minimum(begin + size[sequence], rows[sequence])
     first, computed = first[sequence], step.computed[sequence]
-    last_token = computed + (end - 1) // step.group
-    return _with_tiles(step, sequence, first + begin, first + end, computed + begin // step.group, last_token + 1)
+    stop = step.lengths[sequence] if step.bidirectional else computed + (end - 1) // step.group + 1
+    return _with_tiles(step, sequence, first + begin, first + end, computed + begin // step.group, stop)
 
 
 def ragged(counts: Int64) -> tuple[Int64, Int64]:

@@ -107,7 +107,7 @@ class AttentionPlan:
         starts: [cores + 1] int64: the first item of each core, then the number of items.
         combines: [C, 6] int32: kv heads begin, end; rows begin, end; references begin, end.
         references: [R] int32: the items that a combine folds, spans ascending; each covers its heads and rows.
-        positions: [T] int32: each token's position.
+        positions: [T] int32: the last position that each token sees: its own or, in both directions, the sequence's.
         staged: [B+1] int32: where the new tokens of each sequence lie in the workspace, in granules per kv head:
             sequence b has granules staged[b] to staged[b+1] - 1. The first may also hold older tokens.
         loads: [I] int64: the cost of each item: rows times tiles times heads, plus the cost of reading.
@@ -149,6 +149,7 @@ class Planner:
     num_sink_tokens: int = 0
     num_cores: int = 1
     chunked: bool = False
+    bidirectional: bool = False
     _plans: dict[tuple[int, bytes, bytes], AttentionPlan] = field(default_factory=dict)  # by what they depend on
     _seen: tuple[int, bytes, bytes] | None = None  # what the last plan depends on; None if it cannot be used again
     _new: "_NewTokens | None" = None  # of the last step with few new tokens per sequence
@@ -160,7 +161,8 @@ class Planner:
         if known is not None and self._new is not None:
             return replace(known, positions=self._new.positions(seq_lens), staged=self._new.staged(seq_lens))
         window, group = (self.sliding_window, self.num_sink_tokens), self.shape.group
-        step = Sequences.of(query_start_loc, seq_lens, group, *window, chunked=self.chunked)
+        rules = {"chunked": self.chunked, "bidirectional": self.bidirectional}
+        step = Sequences.of(query_start_loc, seq_lens, group, *window, **rules)
         made = self._new_plan(step, block_table)
         if self._seen is not None:
             if len(self._plans) >= REMEMBERED_PLANS:
@@ -190,7 +192,8 @@ class Planner:
         """
         starts = query_start_loc.tobytes()
         if self._new is None or starts != self._new.starts:
-            self._new = _NewTokens.of(query_start_loc, starts, ROW_CAPACITY // self.shape.group)
+            most = ROW_CAPACITY // self.shape.group
+            self._new = _NewTokens.of(query_start_loc, starts, most, bidirectional=self.bidirectional)
         if self._new is None or look_alike(block_table):
             return None
         return min(block_table.shape[1], 2), starts, self._tiles(self._new, seq_lens)
@@ -239,7 +242,7 @@ class _NewTokens:
     Attributes:
         starts: query_start_loc as bytes.
         counts: [B] new tokens of each sequence; ONE if every sequence has one.
-        sequences, offsets: [T] each token's sequence, and its index among the sequence's new tokens.
+        sequences, offsets: [T] each token's sequence, and the index among its new tokens of the last one that it sees.
     """
 
     starts: bytes
@@ -248,16 +251,19 @@ class _NewTokens:
     offsets: Int32
 
     @classmethod
-    def of(cls, query_start_loc: Int32, starts: bytes, limit: int) -> "_NewTokens | None":
+    def of(
+        cls, query_start_loc: Int32, starts: bytes, limit: int, *, bidirectional: bool = False
+    ) -> "_NewTokens | None":
         """Describe a step's tokens. None if it has no sequence, or one without or with more than `limit` tokens."""
         counts = query_start_loc[1:] - query_start_loc[:-1]
         if not len(counts) or counts.min() < 1 or counts.max() > max(limit, 1):
             return None
         sequences, offsets = ragged(counts)
+        offsets = counts[sequences] - 1 if bidirectional else offsets
         return cls(starts, ONE if counts.max() == 1 else counts, sequences, offsets.astype(np.int32))
 
     def positions(self, seq_lens: Int32) -> Int32:
-        """Compute each token's position, [T], in a step with these lengths [B]."""
+        """Compute AttentionPlan.positions of a step with these lengths [B]."""
         first: Int32 = seq_lens - self.counts
         return first if self.counts is ONE else first[self.sequences] + self.offsets
 
@@ -281,9 +287,11 @@ def steps_with_same_tiles(seq_lens: Int32, sliding_window: int | None, *, chunke
 
 
 def _positions(step: Sequences) -> Int32:
-    """Compute the position of each new token, [T]."""
+    """Compute AttentionPlan.positions."""
     if step.is_decode:
         return step.computed.astype(np.int32)
+    if step.bidirectional:
+        return np.repeat(step.lengths - 1, step.counts).astype(np.int32)
     return (np.repeat(step.computed - step.begins, step.counts) + np.arange(step.tokens)).astype(np.int32)
 
 

@@ -144,7 +144,8 @@ class CpuKVCache:
         Raises:
             ValueError: the type or shape of a tensor is not that of kernels/metadata.py, or a block is missing.
         """
-        key = heads.num_heads, dtype, level, threads, meta.sliding_window, meta.num_sink_tokens, meta.chunked
+        rules = threads, meta.chunked, meta.bidirectional
+        key = heads.num_heads, dtype, level, meta.sliding_window, meta.num_sink_tokens, *rules
         if self._last is not None and self._last[0] is meta and self._last[1] == key:
             planned = self._last[2]
             if planned.plan is not None and self._planners[key].renew(planned.plan, as_array(meta.seq_lens)):
@@ -154,8 +155,7 @@ class CpuKVCache:
         planner = self._planners.get(key)
         if planner is None:
             shape = AttentionShape(heads.num_heads, *self._shape, str(dtype), level)
-            window = meta.sliding_window, meta.num_sink_tokens
-            planner = self._planners[key] = Planner(shape, self.spec.block_size, *window, threads, meta.chunked)
+            planner = self._planners[key] = Planner(shape, self.spec.block_size, *key[3:])
         plan = planner.plan(as_array(meta.query_start_loc), as_array(meta.seq_lens), as_array(meta.block_table))
         planned = replace(meta, plan=plan)
         self._last = meta, key, planned

@@ -288,6 +288,7 @@ def attend(
         values = torch.cat([v_old.to(dtype), v_seen[new]], dim=1)
         at = first_new[:, None] + torch.arange(n, device=q.device)
         key_at = torch.cat([old, at], dim=1)
+        at = at[:, -1:].expand(-1, n) if meta.bidirectional else at
         out[new], lse[new] = _attend_group(q[new], sink_q[new], keys, values, at, key_at, meta, params)
     cache.store(k_new, v_new, meta.slot_mapping)
     return out, lse
@@ -339,8 +340,8 @@ def _attend_group(
 ) -> tuple[Tensor, Tensor]:
     """Attend for B sequences with n new tokens each -> rows [B, n, H, D], lse [B, n, H].
 
-    q and sink_q [B, n, H, D] at positions [B, n]; keys and values [B, S, Hkv, D] at positions [B, S], negative where no
-    key is. The last n keys are those of the new tokens.
+    q and sink_q [B, n, H, D] see up to the positions [B, n]; keys and values [B, S, Hkv, D] at positions [B, S],
+    negative where no key is. The last n keys are those of the new tokens.
     """
     n, num_keys = q.shape[1], keys.shape[1]
     cuts = meta.sliding_window is not None and meta.num_sink_tokens == 0  # later rows' windows exclude the first keys
@@ -348,7 +349,7 @@ def _attend_group(
     for top in range(0, n, QUERY_ROWS):
         rows = slice(top, min(top + QUERY_ROWS, n))
         low = max(0, num_keys - n + top + 1 - (meta.sliding_window or 0)) if cuts else 0
-        seen = slice(low, num_keys - n + rows.stop)
+        seen = slice(low, num_keys if meta.bidirectional else num_keys - n + rows.stop)
         row_at, column_at = at[:, None, rows, None], key_at[:, None, None, seen]  # broadcast to [B, 1, n', S']
         window = meta.sliding_window, meta.num_sink_tokens
         visible = visible_keys(row_at, column_at, *window, chunked=meta.chunked)

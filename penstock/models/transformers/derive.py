@@ -483,7 +483,7 @@ def _table(
         found.append(Parameter(own, shape, layouts, None, None, False, 1, None))
     found += _experts(name, model, mixtures)
     ignored = {re.sub(r"\.\d+\.", ".*.", full) for full, value in model.named_buffers()} - {full for full, _ in named}
-    return DerivedTable((), tuple(sorted(ignored)), f"{model.base_model_prefix}.", known=tuple(found))
+    return DerivedTable((), tuple(sorted(ignored)), (f"{model.base_model_prefix}.",), known=tuple(found))
 
 
 def _stored(name: str, model: Any, full: str, value: Tensor, shapes: list[tuple[int, ...]]) -> tuple[Layout, ...]:

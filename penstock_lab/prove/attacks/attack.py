@@ -69,6 +69,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/kv/prefill": {"store": "penstock-x", "prompt_token_ids": [1, 2], "cache_salt": "s"},
     "/v1/kv/blocks": {"names": ["0-00"]},
     "/v1/embeddings": {"input": ["Hi", "Once upon a time"]},
+    "/pooling": {"input": "Hi", "task": "token_embed", "encoding_format": "float"},
+    "/classify": {"input": ["Hi", "Once"], "use_activation": True},
     "/score": {"text_1": "Hi", "text_2": ["Hi", "Once"]},
     "/rerank": {"query": "Hi", "documents": ["Hi", {"text": "Once"}]},
 }

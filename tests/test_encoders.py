@@ -1,0 +1,307 @@
+"""Encoders and classifiers as the engine computes them, against Transformers and against themselves."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import models, pre_tokenizers, processors
+
+from penstock import LLM, EngineConfig, InvalidRequestError, ModelLoadError, PoolingParams
+from penstock.assembly.engine import why_no_gpu
+from penstock.models.config_json import load_model_config
+from tests.hf_models import TINY, Made, random_ids, randomise
+from tests.kernels.packed import levels
+
+pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+CONTEXT = 140
+SIZES = {name: TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+SIZES |= {"num_attention_heads": 6, "max_position_embeddings": CONTEXT}
+PROMPTS = [{"prompt_token_ids": [max(3, item) for item in random_ids(n, n)]} for n in (1, 5, 40, 70, 137)]
+FAMILIES = {
+    "Bert": SIZES,
+    "Roberta": SIZES | {"type_vocab_size": 1},
+    "XLMRoberta": SIZES | {"type_vocab_size": 1, "pad_token_id": 2},
+    "NomicBert": SIZES,
+}
+LABELS = {"id2label": {0: "bad", 1: "good", 2: "neither"}, "label2id": {"bad": 0, "good": 1, "neither": 2}}
+ONE_LABEL = {"id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
+WORDS = [f"w{index}" for index in range(SIZES["vocab_size"] - 5)]
+
+
+def make(directory: Path, family: str, kind: str = "Model", **fields: Any) -> Made:
+    """A random model of Transformers' class, and its directory, with a tokenizer of words."""
+    config_class, model_class = (getattr(transformers, family + name) for name in ("Config", kind))
+    usual = {} if family == "GPT2" else FAMILIES.get(family, TINY)
+    config = config_class(**usual | fields, attn_implementation="eager")
+    model = model_class(config).eval()
+    randomise(model, 0)
+    model.save_pretrained(directory / family)
+    tokenizer = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]",
+                                                      "[SEP]", "[MASK]", *WORDS])}, unk_token="[UNK]"))  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    kind_of_second = 0 if family == "Roberta" else 1
+    pair = f"[CLS] $A [SEP] $B:{kind_of_second} [SEP]:{kind_of_second}"
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, ends)
+    tokenizer.add_special_tokens(["[PAD]", "[CLS]", "[SEP]", "[MASK]"])
+    tokenizer.save(str(directory / family / "tokenizer.json"))
+    return model, directory / family
+
+
+def states(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).last_hidden_state[0].numpy()
+
+
+def of_all(llm: LLM, prompts: list[Any] = PROMPTS, **params: Any) -> list[np.ndarray]:
+    return [item.outputs.data for item in llm.encode(prompts, PoolingParams(pooling_type="ALL", **params))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Guards against a token that does not see those after it, positions that begin elsewhere (RoBERTa's), a norm
+    before the sum, the wrong half of a gate; and against bits that the crowd, the threads or a preemption change."""
+    model, directory = make(tmp_path, family)
+    options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": CONTEXT}
+    with LLM(str(directory), threads=1, **options) as llm:
+        alone = [of_all(llm, [prompt])[0] for prompt in PROMPTS]
+        assert not llm.config.cache.enable_prefix_caching
+        assert llm.config.scheduler.max_model_len == load_model_config(directory).max_position_embeddings
+    for prompt, found in zip(PROMPTS, alone, strict=True):
+        np.testing.assert_allclose(found, states(model, prompt["prompt_token_ids"]), atol=1e-5, rtol=0)
+    with LLM(str(directory), threads=2, dtype="float32", kv_cache_memory_bytes=2**19) as llm:
+        crowd = of_all(llm, PROMPTS * 3)
+        assert [item.tobytes() for item in crowd] == [item.tobytes() for item in alone * 3]
+        seen = llm.forward(PROMPTS[2], skip_lm_head=True, output_attentions=True)
+        assert seen.last_hidden_state.tobytes() == alone[2].tobytes()
+        np.testing.assert_allclose(seen.attentions[0].sum(axis=-1), 1.0, atol=1e-5)
+        assert (seen.attentions[0] > 0).all()  # each token sees each other
+        llm.built.engine.check_integrity()
+
+
+def test_other_kernels_and_types(tmp_path: Path) -> None:
+    """Guards against a mask of the specification that is not that of the native kernels; in bfloat16 and with an int8
+    cache, against a value that is rounded twice, or not at all."""
+    model, directory = make(tmp_path, "Bert")
+    for options, tolerance in (
+        ({"dtype": "float32", "kernels": "reference"}, 1e-5),
+        ({"dtype": "bfloat16"}, 0.06),
+        ({"dtype": "float32", "kv_cache_dtype": "int8"}, 0.1),
+        ({"dtype": "float32", "quantization": "int8-x3"}, 0.1),
+        ({"dtype": "float32", "tensor_parallel_size": 2}, 1e-5),
+    ):
+        with LLM(str(directory), **options) as llm:
+            for prompt, found in zip(PROMPTS, of_all(llm), strict=True):
+                expected = states(model, prompt["prompt_token_ids"])
+                assert np.abs(found - expected).max() < tolerance, options
+
+
+def test_nomics_own_files(tmp_path: Path) -> None:
+    """Guards against the names and keys of the checkpoints that Nomic publishes, of which a gate and its values are
+    stored the other way round than they are used."""
+    model, directory = make(tmp_path, "NomicBert")
+    config = json.loads((directory / "config.json").read_text())
+    own = {
+        "n_embd": 48,
+        "n_inner": 80,
+        "n_layer": 2,
+        "n_head": 6,
+        "n_positions": 8192,
+        "max_trained_positions": CONTEXT,
+    }
+    own |= {"activation_function": "swiglu", "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "causal": False}
+    own |= {"layer_norm_epsilon": 1e-12, "qkv_proj_bias": False, "prenorm": False, "rotary_scaling_factor": None}
+    kept = {name: config[name] for name in ("architectures", "model_type", "vocab_size", "type_vocab_size")}
+    (directory / "config.json").write_text(json.dumps(kept | own))
+    names = {"layers.": "encoder.layers.", "embeddings.LayerNorm": "emb_ln", "self_attn.o_proj": "attn.out_proj"}
+    names |= {"up_proj": "fc11", "gate_proj": "fc12", "down_proj": "fc2", "post_attention_layernorm": "norm1"}
+    names["post_mlp_layernorm"] = "norm2"
+    stored = model.state_dict()
+    for layer in range(2):
+        parts = [stored.pop(f"layers.{layer}.self_attn.{name}_proj.weight") for name in "qkv"]
+        stored[f"encoder.layers.{layer}.attn.Wqkv.weight"] = torch.cat(parts)
+    for before, after in names.items():
+        stored = {name if after in name else name.replace(before, after): value for name, value in stored.items()}
+    save_file(stored, directory / "model.safetensors")
+    with LLM(str(directory), dtype="float32") as llm:
+        for prompt, found in zip(PROMPTS, of_all(llm), strict=True):
+            np.testing.assert_allclose(found, states(model, prompt["prompt_token_ids"]), atol=1e-5, rtol=0)
+
+
+def test_embeddings_as_sentence_transformers_computes_them(tmp_path: Path) -> None:
+    """Guards against another pooling than the checkpoint's, a prompt that is left out, a text cut without its closing
+    token, and a length of texts that the checkpoint does not have. The expected values follow its documented steps:
+    tokenize and truncate, run the model, take the mean of the states, divide by the length."""
+    model, directory = make(tmp_path, "Bert")
+    files = {"config_sentence_transformers.json": {"prompts": {"query": "w7 w8 "}, "default_prompt_name": None}}
+    files["sentence_bert_config.json"] = {"max_seq_length": 20, "do_lower_case": False}
+    files["1_Pooling/config.json"] = {"word_embedding_dimension": 48, "pooling_mode_mean_tokens": True}
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    (directory / "1_Pooling").mkdir()
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+    modules = [{"type": f"sentence_transformers.models.{name}", "path": path} for name, path in kinds.items()]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.enable_truncation(20)
+    text, long = "w1 w2 w3", " ".join(WORDS[:40])
+    with LLM(str(directory), dtype="float32") as llm:
+        assert llm.config.scheduler.max_model_len == 20
+        for given, prefix, params in (
+            (text, "", PoolingParams()),
+            (text, "w7 w8 ", PoolingParams(prompt_name="query")),
+            (long, "", PoolingParams(truncate_prompt_tokens=-1)),
+        ):
+            ids = tokenizer.encode(prefix + given).ids
+            mean = states(model, ids).mean(axis=0)
+            (found,) = llm.embed(given, params)
+            assert found.prompt_token_ids == ids
+            assert np.abs(np.array(found.outputs.embedding) - mean / np.linalg.norm(mean)).max() < 1e-6
+        (left,) = llm.embed(long, PoolingParams(truncate_prompt_tokens=4, truncation_side="left"))
+        assert left.prompt_token_ids == [2, 43, 44, 3]
+        refused(lambda: llm.embed(text, PoolingParams(prompt_name="poem")), "prompt_name")
+        refused(lambda: llm.embed({"prompt_token_ids": [5]}, PoolingParams(prompt_name="query")), "before a text")
+        refused(lambda: llm.embed(long), "exceed the context of 20")
+
+
+def refused(call: Callable[[], Any], word: str) -> None:
+    with pytest.raises(InvalidRequestError, match=word):
+        call()
+
+
+def logits_of(model: Any, ids: list[int], types: list[int] | None = None) -> np.ndarray:
+    with torch.no_grad():
+        more = {} if types is None else {"token_type_ids": torch.tensor([types])}
+        return model(torch.tensor([ids]), **more).logits[0].double().numpy()
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "NomicBert", "Llama", "Qwen3", "Gemma2", "GPT2"])
+def test_classifiers(family: str, tmp_path: Path) -> None:
+    """Guards against a head that reads another token, the tanh that is left out, a softcap or a factor that is only the
+    LM head's, a tied embedding in the place of the head; and against bits that chunks and crowds change."""
+    sizes = {"n_layer": 2, "n_embd": 48, "n_head": 6, "n_positions": CONTEXT, "vocab_size": 199, "bos_token_id": 1}
+    sizes["eos_token_id"] = 2
+    more = sizes if family == "GPT2" else {}
+    model, directory = make(tmp_path, family, "ForSequenceClassification", **LABELS, pad_token_id=0, **more)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 138}
+    with LLM(str(directory), threads=1, **options) as llm:
+        alone = [llm.classify(prompt)[0].outputs for prompt in PROMPTS]
+        for prompt, found in zip(PROMPTS, alone, strict=True):
+            logits = logits_of(model, prompt["prompt_token_ids"])
+            expected = np.exp(logits - logits.max())
+            np.testing.assert_allclose(found.probs, expected / expected.sum(), atol=1e-5, rtol=0)
+        assert alone[0].num_classes == 3
+        (plain,) = llm.encode(PROMPTS[1], PoolingParams(use_activation=False))
+        np.testing.assert_allclose(plain.outputs.data, logits_of(model, PROMPTS[1]["prompt_token_ids"]), atol=1e-4)
+        (tokens,) = llm.encode(PROMPTS[2], pooling_task="token_classify")
+        assert tokens.outputs.data.shape == (40, 3)
+        at = 0 if llm.client.model_info.pooler.pooling_type == "CLS" else -1
+        np.testing.assert_array_equal(tokens.outputs.data[at], np.array(alone[2].probs, np.float32))
+        refused(lambda: llm.embed(PROMPTS[1]), "does not embed: it is a classifier")
+        refused(lambda: llm.generate(PROMPTS[1]), "it gives classes")
+        refused(lambda: llm.score("w1", "w2"), "3 labels scores no pairs")
+        refused(lambda: llm.classify(PROMPTS[1], PoolingParams(dimensions=2)), "dimensions")
+    chunked = {"max_num_batched_tokens": 138 if "Bert" in family or family == "Roberta" else 13}
+    with LLM(str(directory), threads=2, **options, **chunked) as crowd:
+        found = [item.outputs.probs for item in crowd.classify(PROMPTS * 2)]
+        assert found == [item.probs for item in alone * 2]
+
+
+def test_classes_of_tokens(tmp_path: Path) -> None:
+    """Guards against one answer for a text where each token has its own."""
+    model, directory = make(tmp_path, "Roberta", "ForTokenClassification", **LABELS)
+    with LLM(str(directory), dtype="float32") as llm:
+        for prompt, output in zip(PROMPTS, llm.encode(PROMPTS, PoolingParams(use_activation=False)), strict=True):
+            logits = logits_of(model, prompt["prompt_token_ids"])
+            np.testing.assert_allclose(output.outputs.data, logits, atol=1e-5, rtol=0)
+        refused(lambda: llm.classify(PROMPTS[1]), "token_classify")
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "Llama"])
+def test_cross_encoders(family: str, tmp_path: Path) -> None:
+    """Guards against texts of a pair that the model does not tell apart: the second one's type, and the tokens between
+    both; against a sigmoid where the checkpoint has none; and against pairs that are mixed up."""
+    more = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"} if family == "Bert" else {}
+    model, directory = make(tmp_path, family, "ForSequenceClassification", **ONE_LABEL, pad_token_id=0, **more)
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    texts = ["w1 w2 w3", "w9", "w1 w2 w4 w8 w16 w32"]
+
+    def expected(first: str, second: str, cut: int = CONTEXT) -> float:
+        encoding = tokenizer.encode(first, second)
+        ids, types = encoding.ids, encoding.type_ids
+        if len(ids) > cut:
+            ids, types = [*ids[: cut - 1], ids[-1]], types[:cut]
+        logit = float(logits_of(model, ids, types if family == "Bert" else None)[0])
+        return logit if more else 1 / (1 + np.exp(-logit))
+
+    with LLM(str(directory), dtype="float32", max_model_len=130) as llm:
+        found = [item.outputs.score for item in llm.score("w5 w6", texts)]
+        assert found == pytest.approx([expected("w5 w6", text) for text in texts], abs=1e-5)
+        pairs = [item.outputs.score for item in llm.score(texts, texts[::-1])]
+        assert pairs == pytest.approx([expected(*pair) for pair in zip(texts, texts[::-1], strict=True)], abs=1e-5)
+        (cut,) = llm.score("w5 w6", texts[2], PoolingParams(truncate_prompt_tokens=7))
+        assert len(cut.prompt_token_ids) == 7
+        assert cut.outputs.score == pytest.approx(expected("w5 w6", texts[2], 7), abs=1e-5)
+        assert len(set(found)) == 3
+        refused(lambda: llm.score({"prompt_token_ids": [5]}, "w1"), "text_1")
+        refused(lambda: llm.score("", "w1"), "text_1")
+
+
+def test_what_an_encoder_cannot_do(tmp_path: Path) -> None:
+    """Guards against an option or a call that an encoder takes and that changes nothing, or breaks it."""
+    _, directory = make(tmp_path, "Bert")
+    name = str(directory)
+    with LLM(name) as llm:
+        refused(lambda: llm.generate("w1"), "no language-model head")
+        refused(lambda: llm.classify("w1"), "no classifier's head")
+        refused(lambda: llm.encode("w1", PoolingParams(use_activation=True)), "use_activation")
+        refused(lambda: llm.encode("w1", PoolingParams(task="token_embed", pooling_type="CLS")), "pooling_type")
+        refused(lambda: llm.pin_prefix(" ".join(WORDS[:20])), "prefix caching is off")
+        refused(lambda: llm.forward("w1 w2"), "no head")
+    for options, word in (
+        ({"max_num_batched_tokens": 64}, "at least max_model_len = 140"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"kv_offload_memory_bytes": 2**20}, "kv_offload_memory_bytes"),
+        ({"attention_sinks": 2, "sliding_window": 20}, "attention_sinks"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ):
+        refused(lambda options=options: LLM(name, **options), word)
+    assert "see the text after them" in why_no_gpu(EngineConfig(), load_model_config(directory), directory)
+    with LLM(name, dtype="float32", max_model_len=100) as llm:  # and less than the model's context
+        assert llm.config.scheduler.max_num_batched_tokens >= 100
+        refused(lambda: llm.embed(PROMPTS[4]), "exceed the context of 100")
+
+
+def test_configs(tmp_path: Path) -> None:
+    """Guards against keys that would change what is computed and are read over."""
+    _, directory = make(tmp_path, "Bert", "ForSequenceClassification", **ONE_LABEL)
+    config = json.loads((directory / "config.json").read_text())
+    for change, activation in (
+        ({}, "sigmoid"),
+        ({"problem_type": "regression"}, "identity"),
+        ({"problem_type": "single_label_classification", **LABELS}, "softmax"),
+        ({"problem_type": "multi_label_classification", **LABELS}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}, **LABELS}, "sigmoid"),
+    ):
+        (directory / "config.json").write_text(json.dumps(config | change))
+        model = load_model_config(directory)
+        assert (model.label_activation, len(model.labels)) == (activation, 3 if "id2label" in change else 1)
+    for change, word in (
+        ({"is_decoder": True}, "is_decoder"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"id2label": {"1": "x"}}, "id2label"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Tanh"}, "activation"),
+        ({"type_vocab_size": 0}, "type_vocab_size"),
+    ):
+        (directory / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelLoadError, match=word):
+            load_model_config(directory)
+    stored = load_file(directory / "model.safetensors")
+    assert "bert.pooler.dense.weight" in stored
