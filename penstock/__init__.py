@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PenstockError,
         RequestFailedError,
     )
+    from penstock.interface.messages import LoRARequest
     from penstock.interface.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -72,6 +73,7 @@ _HOMES = {
     "FinishReason": "interface.outputs",
     "InvalidRequestError": "errors",
     "LLM": "client.llm",
+    "LoRARequest": "interface.messages",
     "Logprob": "interface.outputs",
     "ModelLoadError": "errors",
     "NotSupportedError": "errors",
@@ -108,6 +110,7 @@ __all__ = [  # noqa: RUF022  (in the order a reader needs them; a test checks it
     "Logprob",
     "PrefixUse",
     "read_prompts",
+    "LoRARequest",
     "BeamSearchParams",
     "BeamSearchOutput",
     "BeamSearchSequence",

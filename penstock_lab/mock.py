@@ -35,13 +35,16 @@ def next_token(
     window: int | None = None,
     params: SamplingParams | None = None,
     choice: int = 0,
+    adapter: str = "",
 ) -> int:
     """Compute the token that follows a context; with params None it is greedy.
 
-    It is a hash of the tokens in the window, the length of the context and, if it is sampled, the seed and the choice.
+    It is a hash of the tokens in the window, the length of the context, the digest of the LoRA adapter if it has one
+    and, if it is sampled, the seed and the choice.
     """
     seen = context if window is None else context[-window:]
-    noise = () if params is None or params.greedy else (params.seed, choice)
+    noise: tuple[object, ...] = () if params is None or params.greedy else (params.seed, choice)
+    noise += (adapter,) if adapter else ()
     digest = hashlib.blake2b(repr((len(context), seen, *noise)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % vocab_size
 
@@ -66,6 +69,7 @@ class _Row:
     num_prompt_tokens: int
     params: SamplingParams
     choice: int
+    adapter: str
     tables: list[list[int]]
     first_computed: int | None = None  # position of the first token computed
 
@@ -85,9 +89,13 @@ class MockExecutor:
     depth: int = 1
     rows: dict[str, _Row] = field(default_factory=dict)
     submitted: deque[SchedulerOutput] = field(default_factory=deque)
+    adapters: dict[int, str] = field(default_factory=dict)  # by slot
 
     def __post_init__(self) -> None:
         self.slots = [array("i", [STALE]) * (group.num_blocks * group.block_size) for group in self.groups]
+
+    def load_adapter(self, slot: int, digest: str) -> None:
+        self.adapters[slot] = digest
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         self.submitted.append(scheduler_output)
@@ -120,7 +128,9 @@ class MockExecutor:
     def _learn(self, new: NewRequest) -> None:
         _demand(new.request_id not in self.rows, f"{new.request_id} is introduced twice")
         tables = [list(table) for table in new.block_tables]
-        self.rows[new.request_id] = _Row(list(new.token_ids), new.num_prompt_tokens, new.params, new.choice, tables)
+        adapter = self.adapters.get(new.adapter, "")
+        ids, count = list(new.token_ids), new.num_prompt_tokens
+        self.rows[new.request_id] = _Row(ids, count, new.params, new.choice, adapter, tables)
 
     def _run(self, item: ScheduledRequest) -> RequestStepOutput:
         row = self.rows[item.request_id]
@@ -171,7 +181,14 @@ class MockExecutor:
         if row.params.use_beam_search:
             return self._score(row, window)
         for draft in [*drafts, None]:
-            token = next_token(row.token_ids, self.vocab_size, window=window, params=row.params, choice=row.choice)
+            token = next_token(
+                row.token_ids,
+                self.vocab_size,
+                window=window,
+                params=row.params,
+                choice=row.choice,
+                adapter=row.adapter,
+            )
             row.token_ids.append(token)
             found.append(token)
             if token != draft:

@@ -14,12 +14,13 @@ from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.sizes import model_sizes, reserve_results
 from penstock.assembly.streaming import as_served
 from penstock.config import LIMITS, TRITON, EngineConfig
+from penstock.engine.adapters import Adapters
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Clock, Scheduling
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError, fail, invalid
 from penstock.interface import entry_points
-from penstock.interface.messages import ModelInfo
+from penstock.interface.messages import AdapterInfo, ModelInfo
 from penstock.interface.plugins import import_files
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import BlockStore, CacheGroup, Executor
@@ -27,6 +28,7 @@ from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor
 from penstock.kernels.triton import device as gpu
+from penstock.layers.lora import Adapter, adapter_size
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
@@ -48,11 +50,13 @@ from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.tokenizer.grammars import Grammars
 from penstock.weights import packed
+from penstock.weights.adapters import AdapterReader, digest_of
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance, Weights
 from penstock.weights.kv_scales import read_scales
-from penstock.weights.loader import Place, Stored, make_model, make_ops, open_stored
+from penstock.weights.loader import Place, Stored, make_model, make_ops, make_slots, open_stored
 from penstock.weights.safetensors import verify_checksums
+from penstock.weights.sources import read_table
 
 UNLIMITED = 2**62  # bytes
 
@@ -201,7 +205,9 @@ def _build(
     if config.cache.offload_option is not None and isinstance(executor, LocalExecutor):  # others are refused earlier
         store = executor.use_store(partial(make_store, config, info.system_fingerprint, plan.groups))
         info = replace(info, block_directory=store.directory)
-    engine = _make_engine(config, model_config, executor, _make_cache(config, plan.groups, store))
+    adapters = _make_adapters(config, model_config, stored, executor.load_adapter)
+    engine = _make_engine(config, model_config, executor, _make_cache(config, plan.groups, store), adapters=adapters)
+    _add_modules(engine, config)
     engine.speculate(make_speculation(config, draft))
     forward_pass = ForwardPass(model, ops, config, model_config, kv_scales)
     return BuiltEngine(engine, config, info, cache_bytes, model, model_config, ops, forward_pass, forms)
@@ -233,8 +239,10 @@ def _build_mock(
     plan = replace(plan, reason="none: its cache holds token ids")
     depth = config.parallel.pipeline_parallel_size
     make_executor = entry_points.load("executors", "mock", "load_format")
-    executor: Executor = make_executor(plan.groups, model_config.vocab_size, depth=depth)
-    engine = _make_engine(config, model_config, executor, _make_cache(config, plan.groups))
+    executor = make_executor(plan.groups, model_config.vocab_size, depth=depth)
+    adapters = _make_adapters(config, model_config, Stored(), executor.load_adapter)
+    engine = _make_engine(config, model_config, executor, _make_cache(config, plan.groups), adapters=adapters)
+    _add_modules(engine, config)
     if config.speculation.drafts is not None and config.speculation.drafts.model is not None:
         raise fail(
             "speculative_config",
@@ -257,6 +265,7 @@ def _make_engine(
     executor: Executor,
     kv_cache: KVCacheManager,
     clock: Clock = time.monotonic,
+    adapters: Adapters | None = None,
 ) -> Engine:
     scheduler = config.scheduler
     if scheduler.max_model_len is None or scheduler.max_num_batched_tokens is None:
@@ -276,7 +285,35 @@ def _make_engine(
         max_model_len=scheduler.max_model_len,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
+        adapters=adapters,
     )
+
+
+def _make_adapters(
+    config: EngineConfig, model_config: ModelConfig, stored: Stored, load: Callable[[int, Any], None]
+) -> Adapters | None:
+    """Make the table of an engine's LoRA adapters; None if it has none. load: puts one into a slot of the executor."""
+    if not config.lora.enable_lora:
+        return None
+    table = read_table(model_config)
+    reader = AdapterReader(table.parameters(model_config), stored.source, table.prefix)
+
+    def read(name: str, path: str) -> tuple[AdapterInfo, Adapter]:
+        try:
+            digest = digest_of(Path(path))
+            adapter = reader.read(Path(path), config.lora.max_lora_rank)
+        except ModelLoadError as error:
+            raise InvalidRequestError(f"lora_path: {error}", param="lora_path") from error
+        rank = max(part.b.shape[1] for part in adapter.values())
+        return AdapterInfo(name, path, rank, tuple(adapter), digest, adapter_size(adapter)), adapter
+
+    return Adapters(config.lora.max_loras, read, load)
+
+
+def _add_modules(engine: Engine, config: EngineConfig) -> None:
+    """Load the LoRA adapters that the config names."""
+    for name, path in config.lora.modules.items():
+        engine.add_adapter(name, path)
 
 
 def _plan(
@@ -303,7 +340,8 @@ def _plan(
         return config, plan_kv_cache(config, model_config, free_bytes), None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
     slices, is_coded = config.numerics.activation_slices, bool(stored.codings)
-    sizes = cache(lambda scheme: model_sizes(model_config, ops, layout, stored, scheme=scheme, slices=slices))
+    options: Any = {"slices": slices, "lora": make_slots(config, ops)}
+    sizes = cache(lambda scheme: model_sizes(model_config, ops, layout, stored, scheme=scheme, **options))
     config, memory = Ledger(model_config, sizes, resident_bytes(), free_bytes, draft_bytes, is_coded).fit(config)
     return config, memory.cache, memory
 
@@ -404,6 +442,8 @@ def why_no_gpu(config: EngineConfig, model: ModelConfig, weights: Weights) -> st
         return "several processes share the model, which they can do on the CPU only"
     if model.bidirectional:
         return "its tokens see the text after them, and the kernels for GPUs attend to what is before"
+    if config.lora.enable_lora:
+        return "requests have LoRA adapters, which only the CPU computes"
     if config.numerics.load_format == "mock":
         return "there is no model to compute (load_format = mock)"
     if isinstance(weights, Path) and config.numerics.load_format == "auto" and packed.find_packed(weights) is not None:

@@ -2,6 +2,7 @@
 
     runtime       the interpreter and its libraries: memory of the process before it loads, and its later growth
     weights       packed, or mapped from a file
+    adapters      max_loras slots for LoRA adapters of max_lora_rank (layers/lora.py)
     positions     rotary tables of max_model_len positions
     cache         all blocks: layers of a group x block_size x cache_token_bytes (kernels/attention/items.py) each
     results       the buffers of the layers' results, for max_num_batched_tokens tokens
@@ -209,6 +210,7 @@ class ModelSizes:
 
     Attributes:
         weights: bytes of all parameters in the form in which they are kept.
+        adapters: bytes of the slots of LoRA adapters.
         row_bytes: bytes of one token's results in a step, without logits.
         vocab_columns: columns of a row of logits.
         deepest: elements of the longest row that a product reads.
@@ -224,6 +226,7 @@ class ModelSizes:
     fixed_rows: int = FIXED_ROWS
     kinds: Mapping[str, int] = field(default_factory=dict)
     products: Mapping[str, Products] = field(default_factory=dict)
+    adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +315,7 @@ class Ledger:
         fixed, drafts = sizes.fixed_rows, {"drafts": self.draft_bytes} if self.draft_bytes else {}
         kept = {
             "weights": sizes.weights,
+            **({"adapters": sizes.adapters} if sizes.adapters else {}),
             "positions": rotary_bytes(model, length),
             "results": sizes.row_bytes * (fixed + (tokens if tokens > fixed else 0)),
         }

@@ -15,7 +15,16 @@ from penstock.layers.decoder import MoE
 from penstock.layers.module import CausalLM, named_modules
 from penstock.layers.weights import Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.loader import ANYWHERE, Place, Stored, empty_model, kept_layers, make_factory, plain_bytes
+from penstock.weights.loader import (
+    ANYWHERE,
+    Place,
+    Stored,
+    adapter_bytes,
+    empty_model,
+    kept_layers,
+    make_factory,
+    plain_bytes,
+)
 
 
 def model_sizes(
@@ -26,7 +35,7 @@ def model_sizes(
 
     stored: how its checkpoint codes weights.
     place: the part that is counted.
-    options: `scheme` and `slices`, as in load_model.
+    options: `scheme`, `slices` and `lora`, as in load_model.
     """
     make = make_factory(stored, model_config, ops, place, max_positions=1, head=head, **options)
     model = empty_model(model_config, make)
@@ -41,6 +50,7 @@ def model_sizes(
     weights = sum(layer.num_bytes for layer in kept) + plain_bytes(model, make)
     return ModelSizes(
         weights=weights,
+        adapters=adapter_bytes(model),
         fixed_rows=ops.fixed_rows,
         row_bytes=sum(slot.row_bytes for slot in make.arena.slots - unused),
         vocab_columns=max((module.width for module in modules if isinstance(module, LMHead)), default=0),

@@ -131,6 +131,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {  # fields whose flags are spelt in a wa
     "forced_bos_token_id": {"type": int, "metavar": "ID"},
     "forced_eos_token_id": {"type": int, "nargs": "+", "metavar": "ID"},
     "logit_bias": {"type": parse_bias, "action": "append", "metavar": "ID=BIAS"},
+    "lora_modules": {"nargs": "+", "metavar": "NAME=PATH"},
     "logits_processors": {"type": parse_object, "metavar": "JSON"},
     "max_tokens": INTEGER,
     "sequence_bias": {"type": parse_list, "metavar": "JSON"},
@@ -190,7 +191,7 @@ def add_engine_options(
     group = parser.add_argument_group(title)
     for item in (item for part in PARTS.values() for item in fields(part)):
         if names is None or item.name in names:
-            is_open = item.default is None or item.default is True  # then the help text explains the default
+            is_open = item.default in (None, True, ())  # then the help text explains the default
             help_text = item.metadata["help"] + ("" if is_open else f" (default: {item.default})")
             group.add_argument(flag_of(item.name), default=UNSET, help=help_text, **_flag_kind(item))
 
@@ -202,6 +203,8 @@ def _flag_kind(item: Field[Any]) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if allowed is str:
         return {"metavar": "FILE" if item.default is None else "NAME"}
+    if item.name in SPELLINGS:
+        return SPELLINGS[item.name]
     if isinstance(allowed, Interval):
         return NUMBER
     if allowed is dict:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from ctypes import c_float
 from dataclasses import dataclass, field
 
+from penstock.engine.adapters import Adapter
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import InvalidRequestError
@@ -155,9 +156,15 @@ class Beam(Request):
     """
 
     def __init__(
-        self, source: EngineRequest, arrival: int, max_model_len: int, end_ids: frozenset[int], now: float = 0.0
+        self,
+        source: EngineRequest,
+        arrival: int,
+        max_model_len: int,
+        end_ids: frozenset[int],
+        now: float = 0.0,
+        adapter: Adapter | None = None,
     ) -> None:
-        super().__init__(source, arrival, max_model_len, now)
+        super().__init__(source, arrival, max_model_len, now, adapter)
         goes_on = source.params.ignore_eos and source.params.structured_outputs is None
         self.search = Search(self, frozenset() if goes_on else end_ids)
         self.request_id = self.search.new_id()

@@ -8,6 +8,7 @@ all requests are computed anew.
 
 import time
 
+from penstock.engine.adapters import Adapters
 from penstock.engine.beam_search import Beam, Search, check_search
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.observer import EngineObserver
@@ -17,7 +18,7 @@ from penstock.engine.scheduler import InFlightStep, Scheduler
 from penstock.engine.speculation import Speculation
 from penstock.engine.step_log import StepLog
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids
-from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats
+from penstock.interface.messages import AdapterInfo, EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
 from penstock.interface.plugins import check_registered
 from penstock.interface.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ class Engine:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
+        adapters: Adapters | None = None,
     ) -> None:
         self._executor = executor
         self._observers: tuple[EngineObserver, ...] = ()
@@ -53,6 +55,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.kv_cache = kv_cache
         self.scheduler = Scheduler(self.kv_cache, scheduling, max_model_len, executor.depth, self._note_preemption)
+        self.adapters = adapters
         self._clock = scheduling.clock
         self._requests: dict[str, Request] = {}
         self._searches: dict[str, Search] = {}  # the open ones, by the id of the request; its beams are in _requests
@@ -85,7 +88,7 @@ class Engine:
 
         Raises:
             InvalidRequestError: it is empty, too long, has ids outside the vocabulary or no seed to sample with, its id
-                is in use, or it names a logits processor that is not registered.
+                is in use, or it names a logits processor or an adapter that is unknown.
         """
         self._check(source)
         request = self._made(source)
@@ -138,10 +141,25 @@ class Engine:
         """Let the blocks of a pinned prefix be evicted like any others. Return False if no pin has this name."""
         return self.kv_cache.pins.remove(name)
 
+    def add_adapter(self, name: str, path: str, sha256: str | None = None) -> AdapterInfo:
+        """Load a LoRA adapter, for requests that name it. Raise InvalidRequestError as Adapters.add does."""
+        in_use = {item.adapter for item in self._requests.values() if item.adapter is not None}
+        return self._with_adapters().add(name, path, in_use, sha256)
+
+    def remove_adapter(self, name: str) -> bool:
+        """Refuse new requests with an adapter; open ones go on with it. Return False if the name is unknown."""
+        return self._with_adapters().remove(name)
+
+    def _with_adapters(self) -> Adapters:
+        if self.adapters is None:
+            raise InvalidRequestError("model: this engine has no LoRA adapters; enable_lora = true", param="model")
+        return self.adapters
+
     def _made(self, source: EngineRequest) -> Request:
+        adapter = None if source.adapter is None else self._with_adapters().find(source.adapter)
         if source.params.use_beam_search:
-            return Beam(source, self._num_arrived, self.max_model_len, self.eos_token_ids, self._clock())
-        return Request(source, self._num_arrived, self.max_model_len, self._clock())
+            return Beam(source, self._num_arrived, self.max_model_len, self.eos_token_ids, self._clock(), adapter)
+        return Request(source, self._num_arrived, self.max_model_len, self._clock(), adapter)
 
     def _check(self, source: EngineRequest) -> None:
         in_use = source.request_id in self._requests or source.request_id in self._searches

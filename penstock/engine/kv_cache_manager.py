@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from penstock.engine.block_pool import NO_PARENT, BlockPool, Pin, Pins, hash_block
+from penstock.engine.block_pool import BlockPool, Pin, Pins, hash_block
 from penstock.engine.request import Request
 from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.step import NO_BLOCK, BlockCopy, BlockStore, BlockTransfer, CacheGroup
@@ -213,7 +213,7 @@ class KVCacheManager:
         """Compute the hashes of the first `count` blocks. The salt goes into the first block that no public pin has."""
         hashes, size = request.block_hashes, self.block_size
         for index in range(len(hashes), count):
-            parent = hashes[-1] if hashes else NO_PARENT
+            parent = hashes[-1] if hashes else request.root_hash
             token_ids = request.token_ids[index * size : (index + 1) * size]
             block_hash = hash_block(parent, token_ids)
             if request.pending_salt and not self.pins.is_public(block_hash):

@@ -9,7 +9,8 @@ There is no prefill phase and no decode phase: num_computed_tokens catches up wi
 token; a preempted request lacks all of them again.
 """
 
-from penstock.engine.block_pool import salt_bytes
+from penstock.engine.adapters import Adapter
+from penstock.engine.block_pool import NO_PARENT, salt_bytes
 from penstock.interface.messages import EngineRequest
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import RepetitionDetectionParams
@@ -27,13 +28,22 @@ class Request:
         arrived_at, waits_since: times on the engine's clock; a preemption renews waits_since.
         max_output_tokens: number of outputs at which it ends with "length"; 0 where it only pools its prompt.
         block_hashes: content hashes of the leading full blocks of token_ids, as far as computed.
+        adapter: the LoRA adapter that it is computed with, to its end; None: the base model.
+        root_hash: the parent of its first block's hash. It holds the content of the adapter, never its name.
         pending_salt: what the cache_salt adds to the hash of a block; b"" once it was added, or without a salt.
         num_cached_tokens: prompt tokens found in the cache at first admission; None before.
         sampler_state: the sampler's after the last token; None before the first, or if draws do not depend on others.
         num_prompt_logprobs: how many have been delivered, so that a recomputed prompt delivers none twice.
     """
 
-    def __init__(self, source: EngineRequest, arrival: int, max_model_len: int, now: float = 0.0) -> None:
+    def __init__(
+        self,
+        source: EngineRequest,
+        arrival: int,
+        max_model_len: int,
+        now: float = 0.0,
+        adapter: Adapter | None = None,
+    ) -> None:
         self.request_id = self.source_id = source.request_id
         self.params = source.params
         self.choice = source.choice
@@ -51,6 +61,8 @@ class Request:
         if self.params.pooling is not None:
             self.max_output_tokens = 0
         self.block_hashes: list[bytes] = []
+        self.adapter = adapter
+        self.root_hash = NO_PARENT if adapter is None else bytes.fromhex(adapter.info.sha256)
         self.pending_salt = salt_bytes(source.cache_salt)
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 0

@@ -35,7 +35,7 @@ from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Allowance, Pace, Scheduling
 from penstock.engine.request import Request
 from penstock.engine.speculation import Proposal
-from penstock.interface.step import NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.interface.step import NO_ADAPTER, NewRequest, ScheduledRequest, SchedulerOutput
 
 NO_DRAFTS: Mapping[str, list[int]] = {}
 MAX_HELD_BACK = 64  # waiting requests per step that may be skipped because another computes their prefix
@@ -519,6 +519,7 @@ class Scheduler:
             choice=request.choice,
             block_tables=tables,
             sampler_state=request.sampler_state,
+            adapter=NO_ADAPTER if request.adapter is None else request.adapter.slot,
         )
 
     def _scheduled_request(self, request: Request, plan: _Plan) -> ScheduledRequest:

@@ -6,11 +6,14 @@ The values cross the process boundary unchanged (client/frames.py encodes them),
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.errors import check_str
 from penstock.interface.outputs import FinishReason
 from penstock.interface.pooling import PoolerConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import SamplerState, TokenLogprobs
 from penstock.interface.timeline import Interval
+
+MAX_ADAPTER_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class EngineRequest:
         sampler_state: as EngineOutput had it after output_token_ids; None without outputs, or if it was None there.
         flow: requests of one flow share its turns, and the engine is fair to all flows. "": no flow; order of arrival.
         cache_salt: the request finds cached prefixes of requests with the same salt only; None counts as a salt.
+        adapter: the name of the LoRA adapter that it is computed with (Engine.add_adapter); None: the base model.
         priority: lower comes first, with the policy "priority".
         deadline: when the answer is due, in seconds of time.monotonic(), which all processes of a machine share; None:
             no deadline.
@@ -42,9 +46,46 @@ class EngineRequest:
     flow: str = ""
     sampler_state: SamplerState | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
     priority: int = 0
     deadline: float | None = None
     arrived_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """A LoRA adapter that a user asks for, as in vLLM, but without a number: its name identifies it.
+
+    Attributes:
+        lora_name: the name under which requests find it.
+        lora_path: a directory in PEFT's format: adapter_config.json and adapter_model.safetensors.
+    """
+
+    lora_name: str
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        check_str("lora_name", self.lora_name, max_length=MAX_ADAPTER_NAME)
+        check_str("lora_path", self.lora_path, max_length=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An engine's description of an adapter that it has loaded.
+
+    Attributes:
+        rank: the largest rank of its matrices.
+        targets: the model's parameters that it changes, by the names of the parameter table.
+        sha256: of its files. Adapters with the same digest compute the same bits.
+        num_bytes: the size of its values.
+    """
+
+    name: str
+    path: str
+    rank: int
+    targets: tuple[str, ...]
+    sha256: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from penstock.interface.sampling_params import SamplingParams
 SamplerState = tuple[float, ...]  # carried from draw to draw; only the sampler knows its meaning
 
 NO_BLOCK = -1  # entry of a block table where nothing is allocated
+NO_ADAPTER = -1  # in place of an adapter's slot: the base model
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class NewRequest:
         block_tables: one list of block ids per cache group; NO_BLOCK where nothing is allocated.
         sampler_state: as the result of the last output had it; None before the first output, or if draws do not
             depend on each other.
+        adapter: the slot of its LoRA adapter (Adapters in engine/adapters.py); NO_ADAPTER: the base model.
     """
 
     request_id: str
@@ -82,6 +84,7 @@ class NewRequest:
     choice: int
     block_tables: list[list[int]]
     sampler_state: SamplerState | None = None
+    adapter: int = NO_ADAPTER
 
 
 @dataclass(slots=True)  # not frozen: one is made per request and step, in a third of the time

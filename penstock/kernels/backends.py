@@ -6,6 +6,7 @@ weights/loader.dtype_for; otherwise they are torch's.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import Ops
@@ -44,5 +45,5 @@ def load_ops(
             raise InvalidRequestError(f"kernels: {name!r} cannot be used: {why}", param="kernels")
         from penstock.kernels.triton.ops import TritonOps
 
-        return TritonOps(dtype, device)
+        return cast(Ops, TritonOps(dtype, device))  # without LoRA, which the engine refuses there
     raise InvalidRequestError(f"kernels: there are no kernels {name!r}", param="kernels")

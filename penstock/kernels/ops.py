@@ -103,6 +103,30 @@ class Packing:
 PLAIN = Packing()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraTable:
+    """The LoRA adapters of a product x [M, K] -> y [M, N], in S slots of at most R ranks each, for P pieces of N.
+
+    Attributes:
+        a: [S, P, R, K] dtype.
+        b: [S, R, N] dtype.
+        factors, offsets: [S, N] float32.
+        ranks: [S] int32 on the host, how many rows of a and b count; 0: the adapter does not change this product.
+        scaled: [S] int32 on the host, whether factors and offsets count.
+        piece_ends: where the columns of each piece end; the last is N.
+        leaf_ends: as in Packing, with (K,) for one leaf.
+    """
+
+    a: Tensor
+    b: Tensor
+    factors: Tensor
+    offsets: Tensor
+    ranks: Array
+    scaled: Array
+    piece_ends: tuple[int, ...]
+    leaf_ends: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class XieluCurve:
     """The parameters of xIELU (Huang and Schlag, "Deriving Activation Functions Using Integration", 2024).
@@ -173,7 +197,7 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
         """Multiply x [M, K] dtype by a weight and add its bias: x @ weight.T + bias, [M, N] float32.
 
-        It also computes q, k and v as one product, and the LM head.
+        It also computes q, k and v as one product, the LM head, and gate and up of a gated weight without activation.
 
         `out` may be some columns of a wider buffer (each row contiguous): the pieces of an LM head share a buffer.
         """
@@ -189,6 +213,26 @@ class Ops(Protocol):
         `activation`: "silu", "gelu" (exact), "gelu_tanh", "relu2" (the square of max(x, 0)), or "clamped_silu":
         min(x, 7) sigmoid(1.702 min(x, 7)), which multiplies up, clamped to -7 .. 7, plus 1. Equal to linear followed by
         the element-wise product.
+        """
+
+    def activate(self, x: Tensor, activation: str, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        """Compute activation(x) of x [M, N] float32 in dtype; gated: of its first half, times the second: [M, N / 2].
+
+        After `linear`, the bits are those of activated_linear and of gated_linear.
+        """
+
+    def lora_shrink(self, x: Tensor, table: LoraTable, slots: Tensor, *, out: Tensor) -> Tensor:
+        """Multiply each row of x [M, K] dtype by the A of its adapter: out[m, p, j] = x[m] . a[slots[m], p, j].
+
+        out [M, P, R] float32; slots [M] int32. Only the ranks that count are written, and nothing for the slot -1. The
+        leaves are summed as those of products are.
+        """
+
+    def lora_expand(self, hidden: Tensor, table: LoraTable, slots: Tensor, y: Tensor) -> Tensor:
+        """Change y [M, N] float32 **in place**, and return it: y[m] * factors[s] + offsets[s] + hidden[m, p] @ b[s].
+
+        s = slots[m], and p is the piece of the column; without `scaled`, factors are 1 and offsets 0. hidden: as
+        lora_shrink returns it. A row with the slot -1, or whose slot has rank 0 and is not scaled, keeps its bits.
         """
 
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, Packing
 from penstock.kernels.scheme import Scheme, scheme_of
 from penstock.kernels.tensors import Arena, Array, Slot, Tensor, array_type
+from penstock.layers.lora import LoraSlots, LoraSpec, is_adaptable, piece_ends
 from penstock.layers.rotary import Rotary
 from penstock.layers.weights import (
     PLAIN_HEAD,
@@ -55,6 +56,7 @@ class LayerFactory:
         max_positions: length of rotary tables; None: the model's context.
         slices: int8 rows that represent a row of activations for coded weights with integer levels.
         runs: how the checkpoint codes weights, by the parameter's full name; without those that it does not code.
+        lora: the slots of LoRA adapters; None: the model has none.
     """
 
     ops: Ops
@@ -66,6 +68,7 @@ class LayerFactory:
     max_positions: int | None = None
     slices: int = 2
     runs: Mapping[str, Runs] = field(default_factory=dict)
+    lora: LoraSlots | None = None
 
     @classmethod
     def single_device(
@@ -77,11 +80,11 @@ class LayerFactory:
         max_positions: int | None = None,
         head: HeadLayout = PLAIN_HEAD,
         slices: int = 2,
+        lora: LoraSlots | None = None,
     ) -> Self:
         """Make a factory for the backend's one device, with a new arena."""
-        return cls(
-            ops, parameters, Arena(ops.empty, ops.fixed_rows), scheme, head, max_positions=max_positions, slices=slices
-        )
+        arena = Arena(ops.empty, ops.fixed_rows)
+        return cls(ops, parameters, arena, scheme, head, max_positions=max_positions, slices=slices, lora=lora)
 
     def at(self, name: str) -> Self:
         return replace(self, prefix=f"{self.prefix}{name}.")
@@ -96,13 +99,13 @@ class LayerFactory:
 
     def activated_linear(self, name: str, activation: str) -> Linear:
         """Make a product with an activation in the same call."""
-        spec = self._linear_spec(name)
+        spec = self._with_sums(name, self._linear_spec(name))
         out = self.slot(name, spec.shape[:1])
         return ActivatedLinear(self.ops, spec, out, activation)
 
     def gated_linear(self, name: str, activation: str) -> Linear:
         """Make a gated product; its weight holds gate's rows, then up's."""
-        spec = self._linear_spec(name, gated=True, whole=True)
+        spec = self._with_sums(name, self._linear_spec(name, gated=True, whole=True))
         out = self.slot(name, (spec.shape[0] // 2,))
         return GatedLinear(self.ops, spec, out, activation)
 
@@ -191,6 +194,25 @@ class LayerFactory:
 
         whole: the weight is packed in one piece, without its codes if its rows are coded differently.
         """
+        spec = self._packed_spec(name, gated=gated, whole=whole)
+        return spec if self.lora is None else replace(spec, lora=self._lora_spec(name, self.lora))
+
+    def _with_sums(self, name: str, spec: LinearSpec) -> LinearSpec:
+        """Give a product with an activation a buffer for its sums, if it has adapters."""
+        if spec.lora is None:
+            return spec
+        return replace(spec, lora=replace(spec.lora, sums=self.slot(f"{name}.sums", spec.shape[:1], "float32")))
+
+    def _lora_spec(self, name: str, slots: LoraSlots) -> LoraSpec | None:
+        """Describe the adapters of a product; None if it can have none."""
+        weight = self._find(name)
+        if not is_adaptable(weight):
+            return None
+        ends = piece_ends(weight)
+        hidden = self.slot(f"{name}.lora", (len(ends), slots.max_rank), "float32")
+        return LoraSpec(slots, ends, self._ends(weight), hidden)
+
+    def _packed_spec(self, name: str, *, gated: bool, whole: bool) -> LinearSpec:
         weight, bias = self._find(name), f"{self.prefix}{name}.bias" in self.parameters
         runs = self.runs.get(f"{self.prefix}{name}.weight", ()) if weight.quant else ()
         if not runs or (whole and len(runs) > 1):

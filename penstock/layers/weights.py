@@ -19,7 +19,8 @@ from penstock.errors import NotSupportedError
 from penstock.kernels.coding import CodedRows, PartRows
 from penstock.kernels.ops import PLAIN, Ops, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
 from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, array_type, as_array, rounded
-from penstock.layers.module import Module
+from penstock.layers.lora import LoraLinear, LoraSpec
+from penstock.layers.module import Module, named_modules
 
 EXACT_PARTS = 3  # bfloat16 holds 8 of the 24 bits of a float32
 
@@ -85,6 +86,7 @@ class LinearSpec:
             attribute `pieces`.
         rest: a buffer [M, N] float32 for products with what rounding takes from the weight, which then counts as exact
             (up to float32); None: the weight is rounded to the model's type.
+        lora: the LoRA adapters of the product; None: it has none.
     """
 
     shape: tuple[int, ...]
@@ -92,6 +94,7 @@ class LinearSpec:
     packing: Packing = PLAIN
     pieces: tuple[tuple[int, Packing], ...] = ()
     rest: Slot | None = None
+    lora: LoraSpec | None = None
 
     @property
     def is_coded(self) -> bool:
@@ -122,6 +125,7 @@ class Linear(WeightLayer):
         if spec.rest is not None and array_type(ops.dtype) != FLOAT32:
             self.pieces *= EXACT_PARTS
         self._rests: tuple[PackedLinear, ...] = ()
+        self.lora = None if spec.lora is None else LoraLinear(ops, spec.lora, spec.shape)
 
     def load(self, values: Mapping[str, Tensor | RowSource]) -> None:
         bias = self._bias(whole(values["bias"]) if self.spec.bias else None)
@@ -185,7 +189,11 @@ class Linear(WeightLayer):
         self._rests = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.out(x.shape[0])
+        out = self.multiply(x, self.out(x.shape[0]))
+        return out if self.lora is None else self.lora.add(x, out)
+
+    def multiply(self, x: Tensor, out: Tensor) -> Tensor:
+        """Compute the product without adapters. out: a buffer for it."""
         if self.spec.rest is not None:
             out = self._compute(x, self.packed[0], out)
             for part in self._rests:
@@ -202,21 +210,43 @@ class Linear(WeightLayer):
 
 
 class ActivatedLinear(Linear):
-    """x [M, K] dtype -> activation(x @ weight.T + bias) [M, N] dtype."""
+    """x [M, K] dtype -> activation(x @ weight.T + bias) [M, N] dtype. With adapters, the activation is a call of its
+    own, with the same bits."""
+
+    is_gated = False
 
     def __init__(self, ops: Ops, spec: LinearSpec, out: Slot, activation: str) -> None:
         super().__init__(ops, spec, out)
         self.activation = activation
 
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.out(x.shape[0])
+        if self.lora is None or self.lora.spec.sums is None:
+            return self.multiply(x, out)
+        sums = self.lora.add(x, self.multiply(x, self.lora.spec.sums(x.shape[0])))
+        return self.ops.activate(sums, self.activation, gated=self.is_gated, out=out)
+
     def _compute(self, x: Tensor, weight: PackedLinear, out: Tensor) -> Tensor:
+        if self.lora is not None:
+            return self.ops.linear(x, weight, out=out)
         return self.ops.activated_linear(x, weight, self.activation, out=out)
 
 
 class GatedLinear(ActivatedLinear):
     """x [M, K] dtype -> activation(x @ gate.T) * (x @ up.T) [M, N] dtype; the weight holds gate's rows, then up's."""
 
+    is_gated = True
+
     def _compute(self, x: Tensor, weight: PackedLinear, out: Tensor) -> Tensor:
+        if self.lora is not None:
+            return self.ops.linear(x, weight, out=out)
         return self.ops.gated_linear(x, weight, self.activation, out=out)
+
+
+def adapted_products(model: Any) -> dict[str, LoraLinear]:
+    """Find the products of a model that LoRA adapters may change, by the names of their weights."""
+    named = ((name, getattr(module, "lora", None)) for name, module in named_modules(model))
+    return {f"{name}.weight": lora for name, lora in named if isinstance(lora, LoraLinear)}
 
 
 class Vector(WeightLayer):

@@ -25,6 +25,7 @@ import msgspec
 
 from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, ModelLoadError
 from penstock.interface.step import SchedulerOutput, StepOutput
+from penstock.layers.lora import Adapter
 from penstock.ranks.launcher import HERE, PROCESS, Launcher, Process
 from penstock.ranks.links import Mesh
 from penstock.runner.model_runner import ModelRunner
@@ -39,10 +40,16 @@ class StepOrder:
 
     Attributes:
         sampled: new tokens of the steps collected since the last order, by request id.
+        adapters: LoRA adapters to load before the step, pickled by the engine: (slot, Adapter) each.
     """
 
     plan: SchedulerOutput
     sampled: dict[str, list[int]] = field(default_factory=dict)
+    adapters: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def load_adapters(self, runner: ModelRunner) -> None:
+        for slot, content in self.adapters:
+            runner.load_adapter(slot, pickle.loads(content))  # from the engine, over a connection of its own
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -198,14 +205,22 @@ class ParallelExecutor:
         self.group = group
         self._submitted: deque[SchedulerOutput] = deque()
         self._sampled: dict[str, list[int]] = {}
+        self._adapters: list[tuple[int, bytes]] = []  # that the other ranks get with the next step
         self.cache_bytes = runner.cache_bytes + group.cache_bytes  # of all ranks
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Put a LoRA adapter into a slot, for the steps from now on. Each rank takes its own part."""
+        if self._runner is None:
+            raise EngineError("the executor was shut down")
+        self._runner.load_adapter(slot, adapter)
+        self._adapters.append((slot, pickle.dumps(adapter, pickle.HIGHEST_PROTOCOL)))
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Start a step in the other ranks. The leader's part runs in `collect`."""
         if self._runner is None:
             raise EngineError("the executor was shut down")
-        self.group.send(StepOrder(scheduler_output, self._sampled))
-        self._sampled = {}
+        self.group.send(StepOrder(scheduler_output, self._sampled, self._adapters))
+        self._sampled, self._adapters = {}, []
         self._submitted.append(scheduler_output)
         return scheduler_output
 

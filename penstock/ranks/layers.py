@@ -12,6 +12,7 @@ product pass through Wires. Everything else is computed by every rank in the sam
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, RowSource, SplittingOps
 from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, array_type, as_array, as_kind_of, put, tree_sum
 from penstock.layers.factory import LayerFactory, Mixture
+from penstock.layers.lora import AdapterPart, LoraSlots, LoraSpec
 from penstock.layers.weights import (
     ActivatedLinear,
     Embedding,
@@ -162,9 +164,22 @@ class SummedLinear(Linear):
         super().restore({name: value for name, value in state.items() if name not in expected})
 
     def forward(self, x: Tensor) -> Tensor:
-        part, total = super().forward(self.wires.input(x)), self.sum(x.shape[0])
-        cast(SplittingOps, self.ops).run_host(lambda: self._add(part, total))
-        return total
+        ops, x = cast(SplittingOps, self.ops), self.wires.input(x)
+        part, total = self.multiply(x, self.out(x.shape[0])), self.sum(x.shape[0])
+        ops.run_host(lambda: self._add(part, total))
+        if self.lora is None:
+            return total
+        hidden = self.lora.shrink(x)
+        ops.run_host(lambda: self._add_hidden(hidden))
+        return self.lora.expand(hidden, total)
+
+    def _add_hidden(self, hidden: Tensor) -> None:
+        """Add the parts of x A^T of all ranks, if a row has an adapter."""
+        assert self.lora is not None
+        if self.lora.spec.slots.are_used(hidden.shape[0]):
+            own = as_array(hidden).reshape(hidden.shape[0], -1)
+            with np.errstate(all="ignore"):  # in what no adapter has written, and none reads
+                cast(SplittingOps, self.ops).add_parts(self.links.gather(own, self.degree), None, None, out=own)
 
     def _add(self, part: Tensor, total: Tensor) -> None:
         """Add the parts of all ranks."""
@@ -329,6 +344,19 @@ def _mixed(results: Array, ids: Array, weights: Array, out: Array) -> None:
         out += weights[rows, place][:, None] * results[rows, place]
 
 
+def cut_adapter(cut: Cut, part: AdapterPart) -> AdapterPart:
+    """Take a rank's part of what an adapter changes in a product."""
+
+    def taken(values: Array | None, axis: int) -> Any:
+        if values is None:
+            return None
+        return np.concatenate([values.take(range(*some), axis=axis) for some in cut.ranges], axis=axis)
+
+    if cut.axis == 1:
+        return replace(part, a=taken(part.a, 2))
+    return AdapterPart(part.a, *(taken(item, 0) for item in (part.b, part.factors, part.offsets)))
+
+
 @dataclass(frozen=True, slots=True)
 class RankFactory(LayerFactory):
     """Makes the layers of a rank's part of a model. Its parameters are the rank's own."""
@@ -394,6 +422,15 @@ class RankFactory(LayerFactory):
     def part_widths(self) -> set[int]:
         parts = [cut for cut in self.split.cuts.values() if cut.ranges and cut.axis == 0 and cut.wiring == DIRECT]
         return {end - begin for cut in parts for begin, end in pairwise(cut.borders())}
+
+    def _lora_spec(self, name: str, slots: LoraSlots) -> LoraSpec | None:
+        spec, cut = LayerFactory._lora_spec(self, name, slots), self._cut(name)
+        if spec is None or not cut.ranges:
+            return spec
+        ends = spec.piece_ends
+        if cut.axis == 0:
+            ends = tuple(sum(max(0, min(last, end) - first) for first, last in cut.ranges) for end in ends)
+        return replace(spec, piece_ends=ends, cut=partial(cut_adapter, cut))
 
     def _cut(self, name: str) -> Cut:
         return self.split.cuts[f"{self.prefix}{name}.weight"]

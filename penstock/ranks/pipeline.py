@@ -20,6 +20,7 @@ A socket is closed when the process at its other end ends. If one rank ends, the
 step gets ExecutorLostError.
 """
 
+import pickle
 import socket
 import struct
 import subprocess
@@ -38,6 +39,7 @@ import numpy as np
 from penstock.errors import EngineError, ExecutorLostError
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.tensors import Array, as_array
+from penstock.layers.lora import Adapter
 from penstock.ranks.group import CannotStart, Ready, StepOrder, receive_ready
 from penstock.ranks.launcher import HERE, PROCESS, Launcher, Process
 from penstock.ranks.links import Mesh
@@ -189,6 +191,7 @@ class PipelineExecutor:
         self.depth = len(begins)
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._sampled: dict[str, list[int]] = {}
+        self._adapters: list[tuple[int, bytes]] = []  # that the ranks get with the next step
         self._results: SimpleQueue[FromRank | None] = SimpleQueue()
         self._launcher = launcher
         self._processes: list[Process] = []
@@ -254,10 +257,14 @@ class PipelineExecutor:
         self._is_dead = True
         self._results.put(None)
 
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Put a LoRA adapter into a slot, for the steps from now on. Each rank takes its own part."""
+        self._adapters.append((slot, pickle.dumps(adapter, pickle.HIGHEST_PROTOCOL)))
+
     def submit(self, scheduler_output: SchedulerOutput) -> int:
         """Send a step to every rank. Raise ExecutorLostError if one is gone."""
-        data = encode(StepOrder(scheduler_output, self._sampled))
-        self._sampled = {}
+        data = encode(StepOrder(scheduler_output, self._sampled, self._adapters))
+        self._sampled, self._adapters = {}, []
         try:
             for channel in self._channels:
                 channel.send(data)

@@ -89,6 +89,7 @@ def follow(runner: FollowingRunner, leader: Connection) -> None:
             return
         if not isinstance(order, StepOrder):
             raise ExecutorLostError(f"the leader sent {type(order).__name__}")
+        order.load_adapters(runner)
         runner.append_sampled(order.sampled)
         runner.execute(order.plan)
 
@@ -161,6 +162,7 @@ class StageLoop:
                 return
 
     def _step(self, order: StepOrder) -> None:
+        order.load_adapters(self.runner.runner)
         failure: StepFailed | None = None
         result, activations, received = None, None, 0
         before = 0 if self.links is None else self.links.bytes_received

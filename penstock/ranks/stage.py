@@ -198,13 +198,13 @@ class StageRunner:
     """Computes the layers of one stage, step by step."""
 
     def __init__(self, runner: RankRunner, stage: Stage) -> None:
-        self._runner = runner
+        self.runner = runner
         self._stage = stage
         self._samples = stage.is_last and not isinstance(runner, FollowingRunner)
 
     @property
     def cache_bytes(self) -> int:
-        return self._runner.cache_bytes
+        return self.runner.cache_bytes
 
     def skip(self, plan: SchedulerOutput, sampled: Mapping[str, Sequence[int]]) -> None:
         """Process a step that an earlier stage could not compute: remove requests and append outputs only."""
@@ -226,5 +226,5 @@ class StageRunner:
 
     def _compute(self, plan: SchedulerOutput, sampled: Mapping[str, Sequence[int]]) -> Any:
         if not self._samples:
-            self._runner.append_sampled(sampled)
-        return self._runner.execute(plan) if self._stage.is_last else self._runner.compute_stage(plan)
+            self.runner.append_sampled(sampled)
+        return self.runner.execute(plan) if self._stage.is_last else self.runner.compute_stage(plan)

@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import EngineError
-from penstock.interface.step import NO_BLOCK, CacheGroup, NewRequest, SamplerState, ScheduledRequest, SchedulerOutput
+from penstock.interface.step import (
+    NO_ADAPTER,
+    NO_BLOCK,
+    CacheGroup,
+    NewRequest,
+    SamplerState,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from penstock.kernels.tensors import Bools, Float32, Int32, Int64
 from penstock.runner.logits import LogitAdjustments, first_state
 
@@ -442,6 +450,7 @@ class InputBatch:
         token_ids: [max_num_seqs, max_model_len] int32, prompt and outputs.
         num_tokens, num_prompt_tokens: [max_num_seqs] int64.
         second_text: [max_num_seqs] int64, where the second text of a pair begins; None for a model without token types.
+        adapters: [max_num_seqs] int32, the slot of the request's LoRA adapter.
         sampling: sampling parameters.
     """
 
@@ -458,6 +467,7 @@ class InputBatch:
         self.token_ids: Int32 = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.num_tokens: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens: Int64 = np.zeros(max_num_seqs, dtype=np.int64)
+        self.adapters: Int32 = np.full(max_num_seqs, NO_ADAPTER, dtype=np.int32)
         self.sampling = SamplingRows(max_num_seqs, max_model_len, eos_token_ids)
         self.block_tables = [BlockTable(group, max_num_seqs, max_model_len) for group in groups]
         self._layout: Layout | None = None  # of the last step
@@ -511,6 +521,7 @@ class InputBatch:
         if self.second_text is not None:
             pooling = request.params.pooling
             self.second_text[row] = num_tokens if pooling is None else pooling.second_text_start or num_tokens
+        self.adapters[row] = request.adapter
         for table, block_ids in zip(self.block_tables, request.block_tables, strict=True):
             table.append(row, block_ids)
         self.sampling.set(row, request, self.history(row))

@@ -24,11 +24,21 @@ import numpy as np
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineError, ExecutorLostError, one_line
-from penstock.interface.step import BlockCopy, CacheGroup, RequestStepOutput, SchedulerOutput, StepOutput, TokenLogprobs
+from penstock.interface.step import (
+    NO_ADAPTER,
+    BlockCopy,
+    CacheGroup,
+    RequestStepOutput,
+    SchedulerOutput,
+    StepOutput,
+    TokenLogprobs,
+)
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, Program, RecordingOps
 from penstock.kernels.tensors import LOGITS_ROWS, Array, Tensor, as_array, contiguous, dtype_of, is_torch
+from penstock.layers.lora import Adapter
 from penstock.layers.module import CausalLM, ForwardContext
+from penstock.layers.weights import adapted_products
 from penstock.runner.block_store import TieredBlockStore
 from penstock.runner.input_batch import InputBatch, PackedStep, Positions, PromptPiece
 from penstock.runner.pooler import Head, Pooler
@@ -103,6 +113,8 @@ class ModelRunner:
         self._recording = ops if isinstance(ops, RecordingOps) else None
         self._prepared = 0, 0  # of what is counted as prepared: what earlier steps have reported
         self.model = model
+        self._adapted = adapted_products(model)
+        self._slots = next((product.spec.slots for product in self._adapted.values()), None)
         if self.may_record(config, model_config):
             self.model = RecordedModel(model, cast(RecordingOps, ops))
         self.vocab_size = model_config.vocab_size
@@ -129,6 +141,11 @@ class ModelRunner:
         """Tell whether passes are recorded as programs: the backend can, and all passes over the same number of tokens
         make the same calls on the same memory. An encoder has no steps that repeat."""
         return isinstance(self.ops, RecordingOps) and not model_config.bidirectional
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Put a LoRA adapter into a slot, for the steps from now on."""
+        for name, product in self._adapted.items():
+            product.load(slot, adapter.get(name))
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepOutput:
         """Compute a step, both halves of it. Raise as they do."""
@@ -271,6 +288,10 @@ class ModelRunner:
         if step is not self._packed:  # else the step was advanced in place, and the metadata still holds
             self._packed = step
             self._unplanned = {index: self._attention(step, index) for index in self._first_layers}
+        if self._slots is not None:
+            slots = np.full(len(step.input_ids), NO_ADAPTER, np.int32)  # those of padding have none
+            slots[: len(step.layout.token_rows)] = self.batch.adapters[step.layout.token_rows]
+            self._slots.choose(slots)
         planned = {
             index: self.ops.plan(meta, self._heads[index], self.kv_caches[self._first_layers[index]])
             for index, meta in self._unplanned.items()
@@ -370,6 +391,12 @@ class LocalExecutor:
             raise EngineError("the executor was shut down")
         store = self._runner.store = make(self._runner.block_bytes)
         return store
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Put a LoRA adapter into a slot, for the steps that are computed from now on."""
+        if self._runner is None:
+            raise EngineError("the executor was shut down")
+        self._runner.load_adapter(slot, adapter)
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         """Queue a step; it starts in `collect`."""

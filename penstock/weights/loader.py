@@ -24,6 +24,7 @@ from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.scheme import scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
 from penstock.layers.factory import LayerFactory, Runs
+from penstock.layers.lora import LoraSlots
 from penstock.layers.module import CausalLM, is_torch_module, named_modules
 from penstock.layers.weights import (
     PLAIN_HEAD,
@@ -34,6 +35,7 @@ from penstock.layers.weights import (
     LMHead,
     Vector,
     WeightLayer,
+    adapted_products,
 )
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
@@ -183,7 +185,14 @@ def make_model(
         max_model_len=config.scheduler.max_model_len,
         head=HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple),
         place=place,
+        lora=make_slots(config, ops),
     )
+
+
+def make_slots(config: EngineConfig, ops: Ops) -> LoraSlots | None:
+    """Make the slots of LoRA adapters of a resolved config; None if it has none."""
+    lora, tokens = config.lora, config.scheduler.max_num_batched_tokens or 0
+    return LoraSlots(ops, lora.max_loras, lora.max_lora_rank, tokens) if lora.enable_lora else None
 
 
 def load_model(
@@ -204,7 +213,7 @@ def load_model(
     max_model_len: positions of the rotary tables; None takes the model's context.
     head: how the columns of the LM head are arranged; packed weights always hold the head in one piece.
     place: which part is loaded, and into how much memory.
-    numerics: `scheme` and `slices`, as in LayerFactory. Packed weights must fit the scheme (packed.fit).
+    numerics: `scheme`, `slices` and `lora`, as in LayerFactory. Packed weights must fit the scheme (packed.fit).
 
     Raises:
         ModelLoadError: the checkpoint does not fit the architecture, or the model does not fit the memory.
@@ -222,7 +231,7 @@ def load_model(
     heads = tied_heads(model, make)
     place.trim(model, make)
     if free_memory is not None and stored.packed is None:  # a map needs no memory
-        check_memory({"weights": weight_bytes(model, make)}, free_memory())
+        check_memory({"weights": weight_bytes(model, make) + adapter_bytes(model)}, free_memory())
     _load_values(model, make, stored, place, heads)
     return _adapted(model, model_config, make)
 
@@ -249,6 +258,8 @@ def _load_values(
     else:
         _fill(model, make, place.source(stored.source))
         BUFFERS.clear()
+    for product in adapted_products(model).values():
+        product.allocate()
     for name, (_, head) in tied_heads(model, make).items():
         cast(Embedding, layers[name]).share(head.packed[0])
 
@@ -322,6 +333,11 @@ def weight_layers(model: object) -> Iterable[tuple[str, WeightLayer]]:
 def weight_bytes(model: object, make: LayerFactory) -> int:
     """Count the bytes that the layers of an empty model will keep, plus those of torch modules."""
     return sum(layer.num_bytes for layer in kept_layers(model, make)) + plain_bytes(model, make)
+
+
+def adapter_bytes(model: object) -> int:
+    """Count the bytes of the slots of LoRA adapters."""
+    return sum(product.num_bytes for product in adapted_products(model).values())
 
 
 def plain_bytes(model: object, make: LayerFactory) -> int:

@@ -75,14 +75,14 @@ def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
 class Checkpoint:
     """All tensors of a model directory, in one file or several."""
 
-    def __init__(self, directory: Path) -> None:
-        """Read the headers.
+    def __init__(self, directory: Path, files: list[Path] | None = None) -> None:
+        """Read the headers. files: of the directory; None finds them.
 
         Raises:
             ModelLoadError: there are no safetensors files; a shard is missing or outside the directory; a tensor is in
                 two shards or in none; a header is damaged; or the weights are packed.
         """
-        self.files = find_files(directory)
+        self.files = files or find_files(directory)
         if self.files[0].name == PACKED:
             raise ModelLoadError(f"{directory}: its weights are packed; they can only be served, with the cpu kernels")
         self.entries: dict[str, TensorEntry] = {}

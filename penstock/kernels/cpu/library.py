@@ -134,6 +134,10 @@ class PenstockWeight(ctypes.Structure):
     _fields_ = ABI.structs["PenstockWeight"]
 
 
+class PenstockLora(ctypes.Structure):
+    _fields_ = ABI.structs["PenstockLora"]
+
+
 class PenstockBits(ctypes.Structure):
     _fields_ = ABI.structs["PenstockBits"]
 

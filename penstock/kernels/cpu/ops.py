@@ -36,6 +36,7 @@ from penstock.kernels.cpu.library import (
     PenstockAttention,
     PenstockAttentionStep,
     PenstockCache,
+    PenstockLora,
     PenstockSampling,
     check_status,
 )
@@ -61,7 +62,7 @@ from penstock.kernels.metadata import (
     check_block_ids,
     own,
 )
-from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
+from penstock.kernels.ops import PLAIN, LoraTable, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
 from penstock.kernels.sampling import SamplingTensors, TokenScores, score_tokens
 from penstock.kernels.tensors import (
     BFLOAT16,
@@ -229,6 +230,30 @@ class NativeParams:
         self.address = ctypes.addressof(self.struct)
 
 
+class NativeLora:
+    """A LoraTable as a structure for native functions. It keeps the tensors that it points to alive."""
+
+    def __init__(self, table: LoraTable, dtype: ArrayType) -> None:
+        """Check the table. Raise ValueError if a tensor has another shape or type than LoraTable says."""
+        slots, pieces, rank, depth = table.a.shape
+        columns, ends = table.piece_ends[-1], ABI.constants["MAX_PIECES"]
+        if len(table.piece_ends) != pieces or pieces > ends or len(table.leaf_ends) not in (1, 2, 4, 8):
+            raise ValueError(f"piece_ends, leaf_ends: {table.piece_ends}, {table.leaf_ends} for {pieces} pieces")
+        self.table = table
+        self.struct = PenstockLora(n=columns, k=depth, max_rank=rank, slots=slots, pieces=pieces)
+        self.struct.leaves, self.struct.type = len(table.leaf_ends), type_code(dtype)
+        self.struct.piece_ends[:pieces] = table.piece_ends
+        self.struct.leaf_ends[: len(table.leaf_ends)] = table.leaf_ends
+        self.struct.a = address(table.a, (slots, pieces, rank, depth), dtype, "a")
+        self.struct.b = address(table.b, (slots, rank, columns), dtype, "b")
+        for name in ("factors", "offsets"):
+            setattr(self.struct, name, address(getattr(table, name), (slots, columns), FLOAT32, name))
+        for name in ("ranks", "scaled"):
+            setattr(self.struct, name, address(getattr(table, name), (slots,), INT32, name))
+        self.address = ctypes.addressof(self.struct)
+
+
+REMEMBERED_LORAS = 4096  # number of products whose NativeLora is kept
 REMEMBERED_STEPS = 8  # number of steps whose native form is kept for further layers
 REMEMBERED_EXPERTS = 1024  # number of layers whose NativeExperts are kept
 REMEMBERED_PARAMS = 1024  # number of layers whose NativeParams are kept
@@ -246,6 +271,7 @@ class CpuOps(NativeCalls):
         self._experts: dict[tuple[tuple[PackedLinear, ...], tuple[PackedLinear, ...]], NativeExperts] = {}
         self._sampling = PenstockSampling()
         self._filled: tuple[SamplingTensors | None, tuple[int, int]] = None, (0, 0)  # what filled _sampling
+        self._loras: dict[LoraTable, NativeLora] = {}
         self._params: dict[tuple[AttentionParams, int], NativeParams] = {}
         self._steps: dict[int, tuple[AttentionMetadata, PenstockAttentionStep]] = {}
         self.plan_counts: Counter[int] = Counter()
@@ -314,7 +340,7 @@ class CpuOps(NativeCalls):
             raise ValueError(f"{coding.name}: a scale or a level is not a number, or a code is too large") from None
 
     def linear(self, x: Tensor, weight: PackedLinear, *, out: Tensor | None = None) -> Tensor:
-        return self._product(x, own_linear(weight, gated=False), 0, FLOAT32, out)
+        return self._product(x, own(weight, CpuLinear), 0, FLOAT32, out)
 
     def activated_linear(
         self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None
@@ -326,7 +352,7 @@ class CpuOps(NativeCalls):
 
     def _product(self, x: Tensor, weight: CpuLinear, activation: int, dtype: ArrayType, out: Tensor | None) -> Tensor:
         rows, _ = rows_of(x, "x")
-        shape = (rows, weight.outputs)
+        shape = (rows, weight.outputs if activation else weight.shape[0])
         out = self._output(out, shape, dtype)
         x_at = address(x, (rows, weight.depth), self.element, "x")
         out_at, stride = rows_address(out, shape, dtype, "out")
@@ -343,6 +369,35 @@ class CpuOps(NativeCalls):
             activation,
         )
         return out
+
+    def activate(self, x: Tensor, activation: str, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        rows, columns = shape = rows_of(x, "x")
+        out_shape = (rows, columns // 2 if gated else columns)
+        out = self._output(out, out_shape, self.element)
+        at, to = address(x, shape, FLOAT32, "x"), address(out, out_shape, self.element, "out")
+        code = activation_code(activation)
+        self._call("penstock_activate", (x, out), at, rows, columns, code, gated, to, self._type)
+        return out
+
+    def lora_shrink(self, x: Tensor, table: LoraTable, slots: Tensor, *, out: Tensor) -> Tensor:
+        (rows, _), (_, pieces, rank, depth) = rows_of(x, "x"), table.a.shape
+        native = self._native_lora(table)
+        at, to = address(x, (rows, depth), self.element, "x"), address(out, (rows, pieces, rank), FLOAT32, "out")
+        slots_at = address(slots, (rows,), INT32, "slots")
+        self._call("penstock_lora_shrink", (x, native, slots, out), native.address, slots_at, rows, at, to)
+        return out
+
+    def lora_expand(self, hidden: Tensor, table: LoraTable, slots: Tensor, y: Tensor) -> Tensor:
+        (rows, columns), (_, pieces, rank, _) = rows_of(y, "y"), table.a.shape
+        native = self._native_lora(table)
+        at = address(hidden, (rows, pieces, rank), FLOAT32, "hidden")
+        to, stride = rows_address(y, (rows, columns), FLOAT32, "y")
+        slots_at = address(slots, (rows,), INT32, "slots")
+        self._call("penstock_lora_expand", (hidden, native, slots, y), native.address, slots_at, rows, at, to, stride)
+        return y
+
+    def _native_lora(self, table: LoraTable) -> NativeLora:
+        return remembered(self._loras, table, REMEMBERED_LORAS, lambda: NativeLora(table, self.element))
 
     def experts(
         self,

@@ -33,7 +33,7 @@ from penstock.kernels.metadata import (
     RouterParams,
     own,
 )
-from penstock.kernels.ops import PLAIN, REDUCTION_LEAVES, PackedLinear, Packing, RowSource, XieluCurve
+from penstock.kernels.ops import PLAIN, REDUCTION_LEAVES, LoraTable, PackedLinear, Packing, RowSource, XieluCurve
 from penstock.kernels.reference import attention, sampling
 from penstock.kernels.reference import quantized_kv as kv
 from penstock.kernels.reference.attention import Int8KVCache, ReferenceKVCache
@@ -140,14 +140,36 @@ class ReferenceOps:
         return _deliver(own(weight, ReferenceLinear)(x), torch.float32, out)
 
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
-        gate, up = own(weight, ReferenceLinear)(x).chunk(2, dim=-1)
-        up = up.clamp(-CLAMP, CLAMP) + 1 if activation == "clamped_silu" else up
-        return _deliver(ACTIVATIONS[activation](gate) * up, self.dtype, out)
+        return self.activate(own(weight, ReferenceLinear)(x), activation, gated=True, out=out)
 
     def activated_linear(
         self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None
     ) -> Tensor:
-        return _deliver(ACTIVATIONS[activation](own(weight, ReferenceLinear)(x)), self.dtype, out)
+        return self.activate(own(weight, ReferenceLinear)(x), activation, out=out)
+
+    def activate(self, x: Tensor, activation: str, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        gate, up = x.chunk(2, dim=-1) if gated else (x, None)
+        if up is not None and activation == "clamped_silu":
+            up = up.clamp(-CLAMP, CLAMP) + 1
+        return _deliver(ACTIVATIONS[activation](gate) * (1.0 if up is None else up), self.dtype, out)
+
+    def lora_shrink(self, x: Tensor, table: LoraTable, slots: Tensor, *, out: Tensor) -> Tensor:
+        for slot in set(slots.tolist()) - {-1}:
+            rows, rank = slots == slot, int(table.ranks[slot])
+            found = torch.einsum("mk,prk->mpr", x[rows].float(), table.a[slot, :, :rank].float())
+            out[rows, :, :rank] = found.to(out.dtype)
+        return out
+
+    def lora_expand(self, hidden: Tensor, table: LoraTable, slots: Tensor, y: Tensor) -> Tensor:
+        for slot in set(slots.tolist()) - {-1}:
+            rows, rank = slots == slot, int(table.ranks[slot])
+            changed = y[rows]
+            if table.scaled[slot]:
+                changed = changed * table.factors[slot] + table.offsets[slot]
+            for piece, (begin, end) in enumerate(itertools.pairwise((0, *table.piece_ends))):
+                changed[:, begin:end] += hidden[rows, piece, :rank] @ table.b[slot, :rank, begin:end].float()
+            y[rows] = changed
+        return y
 
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         return _deliver(weight[ids].float() * scale, torch.float32, out)

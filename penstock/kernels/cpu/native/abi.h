@@ -22,11 +22,12 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 17;        // incremented when the meaning of a struct or function changes
+constexpr int ABI_VERSION = 18;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
 constexpr int MAX_LEVELS = 16;         // levels of a coded weight that are a table
+constexpr int MAX_PIECES = 4;          // products of a checkpoint that are computed as one, such as q, k and v
 constexpr int MAX_CALL_ARGUMENTS = 21;
 constexpr int READ_LOOPS = 4;          // ways to read memory (limits/reads.inc.h)
 
@@ -95,7 +96,10 @@ enum Recordable : std::int64_t {
     RECORD_SCALE,
     RECORD_ADD_GATED,
     RECORD_XIELU,
-    RECORD_NORM_HEADS
+    RECORD_NORM_HEADS,
+    RECORD_LORA_SHRINK,
+    RECORD_LORA_EXPAND,
+    RECORD_ACTIVATE
 };
 
 }  // namespace penstock
@@ -167,6 +171,26 @@ struct PenstockBlockForm {
     std::int32_t bytes;                     // of a block
     std::int32_t scale, min;                // their first bytes
     std::int32_t is_exponent, is_subtracted;
+};
+
+// The LoRA adapters of a product x [.., k] -> [.., n], in `slots` slots (LoraTable in kernels/ops.py). A row with the
+// adapter of slot s gets, in the columns up to piece_ends[p] and from the piece before on,
+//
+//   hidden[p] = x a[s][p]^T;    y = y * factors[s] + offsets[s] + hidden[p] b[s]
+struct PenstockLora {
+    std::int64_t n, k;
+    std::int64_t max_rank;
+    std::int32_t slots, pieces;
+    std::int32_t leaves;
+    std::int32_t type;            // DataType of a and b
+    std::int64_t piece_ends[penstock::MAX_PIECES];
+    std::int64_t leaf_ends[penstock::MAX_LEAVES];
+    const void* a;                // [slots][pieces][max_rank][k]
+    const void* b;                // [slots][max_rank][n]
+    const float* factors;         // [slots][n], as offsets
+    const float* offsets;
+    const std::int32_t* ranks;    // [slots] rows of a and b that count
+    const std::int32_t* scaled;   // [slots] whether factors and offsets count
 };
 
 // The keys and values of one layer. attention/attention.h describes the layout.
@@ -328,11 +352,29 @@ PENSTOCK_API std::int32_t penstock_pack_blocks(
     penstock::Context* context, PenstockWeight* weight, const std::uint8_t* blocks, const PenstockBlockForm* form,
     std::int64_t first_row, std::int64_t num_rows);
 
-// x [rows, k] -> out [rows, n], or [rows, n / 2] if the weight is gated. out_stride is the number of elements from one
-// row of out to the next. The activation of a gated weight applies to the gate.
+// x [rows, k] -> out [rows, n], or [rows, n / 2] if the weight is gated and there is an activation, which applies to
+// the gate; without one, the columns of gate come first, then those of up. out_stride is the number of elements from
+// one row of out to the next.
 PENSTOCK_API std::int32_t penstock_linear(
     penstock::Context* context, const PenstockWeight* weight, const void* x, std::int32_t x_type, std::int64_t rows,
     void* out, std::int64_t out_stride, std::int32_t out_type, std::int32_t activation);
+
+// LoRA: x [rows, k] of lora->type -> hidden [rows][pieces][max_rank], of the slots[row] of each row; -1: none, and
+// nothing is written. The sums of K are those of leaves, which are added as a binary tree.
+PENSTOCK_API std::int32_t penstock_lora_shrink(
+    penstock::Context* context, const PenstockLora* lora, const std::int32_t* slots, std::int64_t rows, const void* x,
+    float* hidden);
+
+// Change out [rows, n] as PenstockLora says, with what penstock_lora_shrink has written.
+PENSTOCK_API std::int32_t penstock_lora_expand(
+    penstock::Context* context, const PenstockLora* lora, const std::int32_t* slots, std::int64_t rows,
+    const float* hidden, float* out, std::int64_t out_stride);
+
+// The activation of x [rows, n] -> out [rows, n]; gated: of its first half, times the second, [rows, n / 2]. After
+// penstock_linear without an activation, the bits are those of one with it.
+PENSTOCK_API std::int32_t penstock_activate(
+    penstock::Context* context, const float* x, std::int64_t rows, std::int64_t n, std::int32_t activation,
+    std::int32_t gated, void* out, std::int32_t out_type);
 
 // Mixture of experts. gate_up and down are arrays [experts]; all weights of an array have one shape. x [rows, k] is of
 // x_type, as are the inner activations; ids and weights [rows, top_k]; out [rows, n]. weigh_inputs: weights multiply

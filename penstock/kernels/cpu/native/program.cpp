@@ -55,6 +55,9 @@ std::int32_t replay(Context* context, const PenstockCall& call) {
         case RECORD_ADD_GATED: return apply(penstock_add_gated, context, call);
         case RECORD_XIELU: return apply(penstock_xielu, context, call);
         case RECORD_NORM_HEADS: return apply(penstock_norm_heads, context, call);
+        case RECORD_LORA_SHRINK: return apply(penstock_lora_shrink, context, call);
+        case RECORD_LORA_EXPAND: return apply(penstock_lora_expand, context, call);
+        case RECORD_ACTIVATE: return apply(penstock_activate, context, call);
         default: return STATUS_OUT_OF_RANGE;
     }
 }

@@ -102,8 +102,13 @@ void epilogue_gated(const EpilogueArgs& a) {
             const F32x16 gate = scaled(weight, load(sums), column);
             const F32x16 up = scaled(weight, load(sums + LANES), column + LANES);
             const std::int64_t to = column / 2;
-            const F32x16 result = activate<ACTIVATION>(gate) * multiplied<ACTIVATION>(up);
-            store_some(out + to, result, columns_left(weight.n / 2, to));
+            const int count = columns_left(weight.n / 2, to);
+            if constexpr (ACTIVATION == ACT_NONE) {
+                store_some(out + to, gate, count);
+                store_some(out + weight.n / 2 + to, up, count);
+            } else {
+                store_some(out + to, activate<ACTIVATION>(gate) * multiplied<ACTIVATION>(up), count);
+            }
         }
     }
 }

@@ -12,7 +12,8 @@
 namespace penstock {
 
 // Turn product sums into results: multiply by the scale of the column, add its bias, then apply the activation. If the
-// weight is gated, the result is the activation of the gate times the up half (ACT_CLAMPED_SILU: clamped, plus 1).
+// weight is gated, the result is the activation of the gate times the up half (ACT_CLAMPED_SILU: clamped, plus 1);
+// ACT_NONE: the gate, and n / 2 columns later the up half.
 struct EpilogueArgs {
     const PenstockWeight* weight;
     std::int64_t first_panel;
@@ -91,6 +92,29 @@ struct RouteArgs {
     float* weights;            // [.., top_k]
 };
 
+// Some rows with one adapter, and a range of the columns: of hidden (piece after piece, those of the adapter's rank) or
+// of out. penstock_lora_shrink and penstock_lora_expand (abi.h).
+struct LoraArgs {
+    const PenstockLora* lora;
+    std::int64_t slot;
+    const std::int32_t* row;  // [rows] indices into x, hidden and out
+    std::int64_t rows;
+    std::int64_t begin, end;
+    const void* x;
+    float* hidden;
+    float* out;
+    std::int64_t out_stride;
+};
+
+// penstock_activate (abi.h).
+struct ActivateArgs {
+    const float* x;  // [.., n]
+    std::int64_t n;
+    std::int32_t activation;
+    bool gated;
+    void* out;
+};
+
 // Arrays of `experts` numbers, in whole vectors of 16, that routing a row needs.
 constexpr int ROUTE_ARRAYS = 3;
 
@@ -112,6 +136,9 @@ struct RowKernels {
     void (*softcap)(float* x, float cap, std::int64_t count);           // x = cap tanh(x / cap)
     // Layer norm of each head of a row, in place.
     void (*norm_heads)(float* x, const float* weight, float eps, std::int64_t heads, std::int64_t head_dim);
+    void (*lora_shrink[2])(const LoraArgs&);
+    void (*lora_expand[2])(const LoraArgs&);
+    void (*activate[2])(const ActivateArgs&, std::int64_t first, std::int64_t rows);
 };
 
 template <Level LEVEL> RowKernels row_kernels();

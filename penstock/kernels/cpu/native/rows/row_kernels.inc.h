@@ -1,7 +1,7 @@
 // The row kernels that row_kernels.h specifies, compiled once per instruction level.
 #pragma once
 
-#include "rows/epilogue.inc.h"
+#include "rows/lora.inc.h"
 
 namespace penstock {
 namespace {
@@ -369,7 +369,10 @@ template <> RowKernels row_kernels<THIS_LEVEL>() {
             {rotary<float>, rotary<Half>},
             {embedding<float>, embedding<Half>},
             {xielu<float>, xielu<Half>},
-            route, add, add_gated, round, scale, {weigh<float>, weigh<Half>}, softcap, norm_heads};
+            route, add, add_gated, round, scale, {weigh<float>, weigh<Half>}, softcap, norm_heads,
+            {lora_shrink<float>, lora_shrink<Half>},
+            {lora_expand<float>, lora_expand<Half>},
+            {activated<float>, activated<Half>}};
 }
 
 }  // namespace penstock

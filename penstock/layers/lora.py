@@ -1,0 +1,165 @@
+"""LoRA adapters in a model: the slots that hold them, and what they add to a product.
+
+An adapter changes the weight W [N, K] of a product to W + B A, with A [r, K] and B [N, r] of a small rank r, and to
+diag(g) (W + B A) if it is a DoRA adapter. Nothing of W is changed, so every row of a step may have an adapter of its
+own: the product is computed for all rows, then each row's adapter is added. A row without one keeps its bits.
+
+A product that computes several products of the checkpoint at once (q, k and v) has an A for each of its pieces.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.kernels.ops import LoraTable, Ops
+from penstock.kernels.tensors import FLOAT32, INT32, Array, Slot, Tensor, array_type, as_array, rounded
+from penstock.spec.param_table import Parameter
+
+NO_ADAPTER = -1  # in place of a slot
+MAX_PIECES = 4  # of a product
+IN_A_LAYER, EXPERT = re.compile(r"\.\d+\."), re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterPart:
+    """What an adapter changes in one product. With the columns of piece p, y = factors * y + offsets + (x a[p]^T) b^T.
+
+    Attributes:
+        a: [pieces, r, K] float32.
+        b: [N, r] float32, with the scale of the adapter.
+        factors, offsets: [N] float32 each, of DoRA and of biases; None: 1 and 0.
+    """
+
+    a: Array
+    b: Array
+    factors: Array | None = None
+    offsets: Array | None = None
+
+
+Adapter = Mapping[str, AdapterPart]  # by the name of the parameter
+
+
+def adapter_size(adapter: Adapter) -> int:
+    """Count the bytes of an adapter's values."""
+    arrays = [(part.a, part.b, part.factors, part.offsets) for part in adapter.values()]
+    return sum(item.nbytes for four in arrays for item in four if item is not None)
+
+
+def is_adaptable(parameter: Parameter) -> bool:
+    """Tell whether an adapter may change a parameter: the weight of a product inside a layer, but not of an expert."""
+    is_product = len(parameter.shape) == 2 and parameter.quant is True and parameter.name.endswith(".weight")
+    return is_product and IN_A_LAYER.search(parameter.name) is not None and not EXPERT.search(parameter.name)
+
+
+def piece_ends(parameter: Parameter) -> tuple[int, ...]:
+    """Find where the rows of each product of a checkpoint end that a parameter joins."""
+    joined = [layout.pieces for layout in parameter.layouts if 1 < len(layout.sources) <= MAX_PIECES]
+    return tuple(itertools.accumulate(joined[0])) if joined else parameter.shape[:1]
+
+
+class LoraSlots:
+    """The slots of a model, and which of them each row of a step uses.
+
+    Attributes:
+        count, max_rank: how many slots there are, and the largest rank of an adapter.
+        rows: [tokens] int32, the slot of each row; NO_ADAPTER for none. Recorded programs read it at its address.
+    """
+
+    def __init__(self, ops: Ops, count: int, max_rank: int, max_tokens: int) -> None:
+        self.count, self.max_rank = count, max_rank
+        self.rows = ops.tensor(np.full(max(max_tokens, ops.fixed_rows), NO_ADAPTER, INT32))
+
+    def choose(self, slots: Array) -> None:
+        """Set the slots of a step's rows."""
+        as_array(self.rows)[: len(slots)] = slots
+
+    def are_used(self, count: int) -> bool:
+        """Tell whether one of the first rows has an adapter."""
+        return bool((as_array(self.rows)[:count] >= 0).any())
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """The adapters of one product on this device.
+
+    Attributes:
+        piece_ends: where the columns of each piece end.
+        leaf_ends: as in Packing; those of this device.
+        hidden: a buffer [M, pieces, max_rank] float32 for x A^T.
+        sums: a buffer [M, N] float32 for the product before its activation; None for a product without one.
+        cut: takes a rank's own part of an adapter; None: this device has the whole product.
+    """
+
+    slots: LoraSlots
+    piece_ends: tuple[int, ...]
+    leaf_ends: tuple[int, ...]
+    hidden: Slot
+    sums: Slot | None = None
+    cut: Callable[[AdapterPart], AdapterPart] | None = None
+
+
+@dataclass(slots=True)
+class LoraLinear:
+    """The adapters of one product."""
+
+    ops: Ops
+    spec: LoraSpec
+    shape: tuple[int, ...]
+    _table: LoraTable = field(init=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all slots."""
+        slots, (n, k), pieces = self.spec.slots, self.shape, len(self.spec.piece_ends)
+        element = array_type(self.ops.dtype).itemsize
+        return slots.count * (slots.max_rank * (pieces * k + n) * element + 2 * n * FLOAT32.itemsize)
+
+    def allocate(self) -> None:
+        """Allocate the slots, all empty."""
+        slots, (n, k), dtype = self.spec.slots, self.shape, str(array_type(self.ops.dtype))
+        self._table = LoraTable(
+            self.ops.empty((slots.count, len(self.spec.piece_ends), slots.max_rank, k), dtype),
+            self.ops.empty((slots.count, slots.max_rank, n), dtype),
+            self.ops.empty((slots.count, n), "float32"),
+            self.ops.empty((slots.count, n), "float32"),
+            np.zeros(slots.count, INT32),
+            np.zeros(slots.count, INT32),
+            self.spec.piece_ends,
+            self.spec.leaf_ends or (k,),
+        )
+
+    def load(self, slot: int, part: AdapterPart | None) -> None:
+        """Put a part of an adapter into a slot; None: the adapter does not change this product."""
+        table = self._table
+        table.ranks[slot] = table.scaled[slot] = 0
+        if part is None:
+            return
+        part = part if self.spec.cut is None else self.spec.cut(part)
+        rank = part.b.shape[1]
+        table.a[slot, :, :rank] = self._stored(part.a)
+        table.b[slot, :rank] = self._stored(part.b.T)
+        table.ranks[slot] = rank
+        if part.factors is not None or part.offsets is not None:
+            n = self.shape[0]
+            table.factors[slot] = self.ops.tensor(np.ones(n, FLOAT32) if part.factors is None else part.factors)
+            table.offsets[slot] = self.ops.tensor(np.zeros(n, FLOAT32) if part.offsets is None else part.offsets)
+            table.scaled[slot] = 1
+
+    def _stored(self, values: Array) -> Tensor:
+        return self.ops.tensor(rounded(np.ascontiguousarray(values), self.ops.dtype))
+
+    def shrink(self, x: Tensor, first: int = 0) -> Tensor:
+        """Compute x A^T, [M, pieces, max_rank] float32, for the rows of the step from `first` on."""
+        rows = self.spec.slots.rows[first : first + x.shape[0]]
+        return self.ops.lora_shrink(x, self._table, rows, out=self.spec.hidden(x.shape[0]))
+
+    def expand(self, hidden: Tensor, y: Tensor, first: int = 0) -> Tensor:
+        """Change the result y [M, N] float32 of the product in place, and return it."""
+        rows = self.spec.slots.rows[first : first + y.shape[0]]
+        return self.ops.lora_expand(hidden, self._table, rows, y)
+
+    def add(self, x: Tensor, y: Tensor, first: int = 0) -> Tensor:
+        return self.expand(self.shrink(x, first), y, first)
