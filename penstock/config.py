@@ -30,6 +30,7 @@ from penstock.errors import (
     shown,
     string_tuple,
 )
+from penstock.interface.lora import LoRAConfig
 from penstock.interface.pooling import PoolerConfig
 from penstock.kernels.cpu.host import AFFINITIES, AUTO, NONE, Machine, parse_cpus, pinned_cores
 from penstock.kernels.cpu.library import chosen_level, why_missing
@@ -63,10 +64,8 @@ MAX_CONTEXT = 2**24
 BLOCK_SIZES = range(BLOCK_SIZE_UNIT, MAX_CONTEXT + 1, BLOCK_SIZE_UNIT)
 ONE_BLOCK = "max-model-len"  # in place of a block size: one block per request
 MAX_HEAD_PIECES, MAX_IMPORTS = 1024, 64
-MAX_LORAS, MAX_LORA_RANK = 1024, 256
 HINTS = Path(__file__).with_name("option_hints.toml")
 SMALL_MATRIX = 2**19  # elements of an MLP matrix; one thread reads and multiplies a megabyte in 30 us
-
 
 Choices = dict[str, tuple[Any, str]]  # option -> the chosen value, and why
 Part = TypeVar("Part", "CacheConfig", "SchedulerConfig", "NumericsConfig")
@@ -367,38 +366,6 @@ class SpeculationConfig:
     def drafts(self) -> SpeculativeConfig | None:
         """The checked config; None without speculation."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
-
-
-def _named_paths(name: str, value: Any) -> tuple[str, ...]:
-    """Check a list of texts NAME=PATH whose names differ."""
-    found = string_tuple(name, value, max_items=MAX_LORAS, max_length=4096)
-    names = [item.partition("=")[0] for item in found]
-    if not all(item.partition("=")[0] and item.partition("=")[2] for item in found) or len(set(names)) < len(names):
-        raise fail(name, value, "a list of NAME=PATH, each with a name of its own")
-    return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoRAConfig:
-    """LoRA adapters, in vLLM's names. The engine plans memory for max_loras adapters of rank max_lora_rank; requests
-    choose one by its name."""
-
-    enable_lora: bool = option(False, bool, "keep room for LoRA adapters, which requests choose by name")
-    max_loras: int = option(1, range(1, MAX_LORAS + 1), "LoRA adapters that are loaded at once")
-    max_lora_rank: int = option(16, range(1, MAX_LORA_RANK + 1), "largest rank of a LoRA adapter")
-    lora_modules: tuple[str, ...] = option((), _named_paths, "LoRA adapters to load at the start")
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.lora_modules and not self.enable_lora:
-            raise fail("lora_modules", list(self.lora_modules), "left out unless enable_lora = true")
-        if len(self.lora_modules) > self.max_loras:
-            raise fail("max_loras", self.max_loras, f"at least {len(self.lora_modules)}, one for each of lora_modules")
-
-    @property
-    def modules(self) -> dict[str, str]:
-        """The path of each adapter of lora_modules, by its name."""
-        return dict(item.split("=", 1) for item in self.lora_modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from penstock.kernels.cpu.library import (
     LEVELS,
     MAX_ARGUMENTS,
     RECORDABLE,
+    PenstockAttention,
     PenstockAttentionStep,
     PenstockCall,
     check_status,
@@ -37,7 +38,7 @@ from penstock.kernels.cpu.library import (
     load_library,
     why_missing,
 )
-from penstock.kernels.metadata import AttentionMetadata
+from penstock.kernels.metadata import AttentionMetadata, AttentionParams
 from penstock.kernels.ops import REDUCTION_LEAVES
 from penstock.kernels.tensors import (
     BFLOAT16,
@@ -247,6 +248,28 @@ def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> PenstockA
     step.staged = plan.staged.ctypes.data
     step.partial_rows = plan.partial_rows
     return step
+
+
+class NativeParams:
+    """AttentionParams as a structure for native functions. It keeps the tensors that it points to alive."""
+
+    def __init__(self, params: AttentionParams, num_heads: int) -> None:
+        """Check and copy the parameters.
+
+        Raises:
+            ValueError: slopes or sink logits are not [H] float32; softcap is not above 0.
+        """
+        if params.softcap is not None and not params.softcap > 0:
+            raise ValueError(f"softcap: {params.softcap} is not above 0")
+        self.params = params
+        self.struct = PenstockAttention(
+            scale=params.scale, softcap=params.softcap or 0.0, bias_before_scale=params.bias_before_scale
+        )
+        if params.alibi_slopes is not None:
+            self.struct.slopes = address(params.alibi_slopes, (num_heads,), FLOAT32, "alibi_slopes")
+        if params.sink_logits is not None:
+            self.struct.sink_logits = address(params.sink_logits, (num_heads,), FLOAT32, "sink_logits")
+        self.address = ctypes.addressof(self.struct)
 
 
 SUMMED_ROWS = 16  # of a sum over ranks, which are added at once, so that they stay in the processor's caches

@@ -20,6 +20,7 @@ from penstock.kernels.coding import BlockForm, CodedRows, Coding
 from penstock.kernels.cpu.calls import (
     TYPES,
     NativeCalls,
+    NativeParams,
     activation_code,
     address,
     check_tensor,
@@ -33,10 +34,8 @@ from penstock.kernels.cpu.calls import (
 )
 from penstock.kernels.cpu.library import (
     ABI,
-    PenstockAttention,
     PenstockAttentionStep,
     PenstockCache,
-    PenstockLora,
     PenstockSampling,
     check_status,
 )
@@ -45,6 +44,7 @@ from penstock.kernels.cpu.packed import (
     CpuLinear,
     Layout,
     NativeExperts,
+    NativeLora,
     Pack,
     native_form,
     own_linear,
@@ -208,51 +208,6 @@ def _check_cache(spec: CacheSpec) -> None:
         address(getattr(spec.scales, name), (spec.num_kv_heads, head_dim), FLOAT32, name)
 
 
-class NativeParams:
-    """AttentionParams as a structure for native functions. It keeps the tensors that it points to alive."""
-
-    def __init__(self, params: AttentionParams, num_heads: int) -> None:
-        """Check and copy the parameters.
-
-        Raises:
-            ValueError: slopes or sink logits are not [H] float32; softcap is not above 0.
-        """
-        if params.softcap is not None and not params.softcap > 0:
-            raise ValueError(f"softcap: {params.softcap} is not above 0")
-        self.params = params
-        self.struct = PenstockAttention(
-            scale=params.scale, softcap=params.softcap or 0.0, bias_before_scale=params.bias_before_scale
-        )
-        if params.alibi_slopes is not None:
-            self.struct.slopes = address(params.alibi_slopes, (num_heads,), FLOAT32, "alibi_slopes")
-        if params.sink_logits is not None:
-            self.struct.sink_logits = address(params.sink_logits, (num_heads,), FLOAT32, "sink_logits")
-        self.address = ctypes.addressof(self.struct)
-
-
-class NativeLora:
-    """A LoraTable as a structure for native functions. It keeps the tensors that it points to alive."""
-
-    def __init__(self, table: LoraTable, dtype: ArrayType) -> None:
-        """Check the table. Raise ValueError if a tensor has another shape or type than LoraTable says."""
-        slots, pieces, rank, depth = table.a.shape
-        columns, ends = table.piece_ends[-1], ABI.constants["MAX_PIECES"]
-        if len(table.piece_ends) != pieces or pieces > ends or len(table.leaf_ends) not in (1, 2, 4, 8):
-            raise ValueError(f"piece_ends, leaf_ends: {table.piece_ends}, {table.leaf_ends} for {pieces} pieces")
-        self.table = table
-        self.struct = PenstockLora(n=columns, k=depth, max_rank=rank, slots=slots, pieces=pieces)
-        self.struct.leaves, self.struct.type = len(table.leaf_ends), type_code(dtype)
-        self.struct.piece_ends[:pieces] = table.piece_ends
-        self.struct.leaf_ends[: len(table.leaf_ends)] = table.leaf_ends
-        self.struct.a = address(table.a, (slots, pieces, rank, depth), dtype, "a")
-        self.struct.b = address(table.b, (slots, rank, columns), dtype, "b")
-        for name in ("factors", "offsets"):
-            setattr(self.struct, name, address(getattr(table, name), (slots, columns), FLOAT32, name))
-        for name in ("ranks", "scaled"):
-            setattr(self.struct, name, address(getattr(table, name), (slots,), INT32, name))
-        self.address = ctypes.addressof(self.struct)
-
-
 REMEMBERED_LORAS = 4096  # number of products whose NativeLora is kept
 REMEMBERED_STEPS = 8  # number of steps whose native form is kept for further layers
 REMEMBERED_EXPERTS = 1024  # number of layers whose NativeExperts are kept
@@ -356,18 +311,8 @@ class CpuOps(NativeCalls):
         out = self._output(out, shape, dtype)
         x_at = address(x, (rows, weight.depth), self.element, "x")
         out_at, stride = rows_address(out, shape, dtype, "out")
-        self._call(
-            "penstock_linear",
-            (x, weight, out),
-            weight.address,
-            x_at,
-            self._type,
-            rows,
-            out_at,
-            stride,
-            TYPES[dtype],
-            activation,
-        )
+        arguments = weight.address, x_at, self._type, rows, out_at, stride, TYPES[dtype], activation
+        self._call("penstock_linear", (x, weight, out), *arguments)
         return out
 
     def activate(self, x: Tensor, activation: str, *, gated: bool = False, out: Tensor | None = None) -> Tensor:

@@ -1,4 +1,5 @@
-"""CpuLinear: a packed weight for native products, in its own memory or in tensors of a mapped file.
+"""CpuLinear: a packed weight for native products, in its own memory or in tensors of a mapped file. NativeExperts and
+NativeLora: what native functions read of mixtures and of LoRA adapters.
 
 native/abi.h describes the layout. Python allocates the memory and reads rows piece by piece; `penstock_pack_rows`
 quantises and packs them.
@@ -16,10 +17,10 @@ import numpy as np
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.coding import SCALE_TYPES, BlockForm, CodedRows, Coding
-from penstock.kernels.cpu.calls import address
-from penstock.kernels.cpu.library import ABI, MAX_LEAVES, PenstockBits, PenstockBlockForm, PenstockWeight
+from penstock.kernels.cpu.calls import address, type_code
+from penstock.kernels.cpu.library import ABI, MAX_LEAVES, PenstockBits, PenstockBlockForm, PenstockLora, PenstockWeight
 from penstock.kernels.metadata import own
-from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource
+from penstock.kernels.ops import PLAIN, LoraTable, PackedLinear, Packing, RowSource
 from penstock.kernels.scheme import GROUP_SIZES
 from penstock.kernels.tensors import (
     ALIGNMENT,
@@ -409,3 +410,26 @@ class NativeExperts:
 
 def _array(weights: list[CpuLinear]) -> "ctypes.Array[PenstockWeight]":
     return (PenstockWeight * len(weights))(*(item.weight for item in weights))
+
+
+class NativeLora:
+    """A LoraTable as a structure for native functions. It keeps the tensors that it points to alive."""
+
+    def __init__(self, table: LoraTable, dtype: ArrayType) -> None:
+        """Check the table. Raise ValueError if a tensor has another shape or type than LoraTable says."""
+        slots, pieces, rank, depth = table.a.shape
+        columns, ends = table.piece_ends[-1], ABI.constants["MAX_PIECES"]
+        if len(table.piece_ends) != pieces or pieces > ends or len(table.leaf_ends) not in (1, 2, 4, 8):
+            raise ValueError(f"piece_ends, leaf_ends: {table.piece_ends}, {table.leaf_ends} for {pieces} pieces")
+        self.table = table
+        self.struct = PenstockLora(n=columns, k=depth, max_rank=rank, slots=slots, pieces=pieces)
+        self.struct.leaves, self.struct.type = len(table.leaf_ends), type_code(dtype)
+        self.struct.piece_ends[:pieces] = table.piece_ends
+        self.struct.leaf_ends[: len(table.leaf_ends)] = table.leaf_ends
+        self.struct.a = address(table.a, (slots, pieces, rank, depth), dtype, "a")
+        self.struct.b = address(table.b, (slots, rank, columns), dtype, "b")
+        for name in ("factors", "offsets"):
+            setattr(self.struct, name, address(getattr(table, name), (slots, columns), FLOAT32, name))
+        for name in ("ranks", "scaled"):
+            setattr(self.struct, name, address(getattr(table, name), (slots,), INT32, name))
+        self.address = ctypes.addressof(self.struct)
