@@ -103,7 +103,8 @@ class Admission:
             num_prompt_tokens: 0 if not known yet.
             priority: under the policy "priority", a request more urgent than all waiting ones is let in, because it
                 comes next; there are few, as there are few priorities. None: not known yet, so nothing is refused.
-            num_arriving: requests that have passed this check and are not let in yet, all of which may come first.
+            num_arriving: requests of the flow, or of those without one, that have passed this check and are not let in
+                yet, all of which may come first. Those of other flows take turns with this one.
 
         Returns:
             The forecast seconds to the first token, by load and rate alone; 0.0 without a forecast.
@@ -118,11 +119,11 @@ class Admission:
         limit = self._limits.max_queue_wait
         if limit is None or queue.num_open + num_arriving < queue.num_rows:
             return 0.0
+        ahead = queue.work_ahead(mine) + num_arriving * queue.mean_work
         if rate is None:
-            if (number := queue.num_queued + num_arriving) > MAX_UNMEASURED:
+            if ahead and (number := queue.num_queued + num_arriving) > MAX_UNMEASURED:
                 raise _full(f"{number} requests, and how fast it moves is not known yet", 1.0)
             return 0.0
-        ahead = queue.work_ahead(mine) + num_arriving * queue.mean_work
         wait_s = (ahead + num_prompt_tokens * queue.prompt_weight) / rate
         expected_s = self._error * wait_s
         if ahead and expected_s > MARGIN * limit:

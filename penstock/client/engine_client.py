@@ -95,7 +95,7 @@ class EngineClient(Protocol):
     def check_admission(self, flow: str | None = None, *, num_arriving: int = 0) -> None:
         """Raise what `generate` would raise for any request of the flow: EngineDeadError or EngineOverloadedError.
 
-        num_arriving: requests for which `generate` will be called first.
+        num_arriving: requests of the flow (or without one) for which `generate` will be called first.
         """
 
     def assign_seed(self) -> int:

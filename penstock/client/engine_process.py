@@ -7,7 +7,7 @@ client/engine_handle.py starts it through ranks/child_main.py, with one end of a
     main thread:   handle the frames in the inbox, compute a step, send its outputs; while idle, a heartbeat each second
     heartbeats:    every half second while a build or a step computes or reads files (Outbox). So silence means that a
                    process is stopped or in a deadlock, however long its steps take: a long prompt takes minutes
-    forms:         compiles the forms that answers must have, so that streams go on meanwhile
+    forms:         threads that compile the forms that answers must have, so that streams go on meanwhile
 """
 
 import contextlib
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from penstock.tokenizer.grammars import Grammars
 
 HEARTBEAT_S = 0.5
+FORMS_AT_ONCE = 2  # as many as the client checks, so that one that takes long does not hold up the others
+SWITCH_S = (
+    5e-4  # after which a thread that computes lets the step go on, whose native code runs without the interpreter
+)
 IDLE_HEARTBEATS = 2  # an idle engine sends one heartbeat in the time of so many
 HEARTBEATS_TO_CHECK = 2
 STDERR = 2
@@ -187,7 +191,7 @@ class EngineServer:
                 if form is None or self._forms is None or self._forms.knows(form):
                     self._add(request)
                 else:
-                    self._form_thread = self._form_thread or ThreadPoolExecutor(1, "forms")
+                    self._form_thread = self._form_thread or ThreadPoolExecutor(FORMS_AT_ONCE, "forms")
                     waiting = _Compiling(request, self._form_thread.submit(self._forms.check, form))
                     self._compiling[request.request_id] = waiting
                     waiting.compiled.add_done_callback(lambda _: self.inbox.put(waiting))
@@ -287,6 +291,7 @@ def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
 def main(argv: list[str]) -> int:
     """Serve on the inherited socket whose file descriptor is argv[0]. Return only if the engine cannot be built."""
     install_time_limit()
+    sys.setswitchinterval(SWITCH_S)
     sock = socket.socket(fileno=int(argv[0]))
     inbox: queue.SimpleQueue[bytes | _Compiling] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, inbox), name="frames", daemon=True).start()

@@ -24,7 +24,7 @@ from penstock.client.fleet import DEATHS_BEFORE_TRIAL, Fleet
 from penstock.client.input_processor import InputProcessor, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, Wait, request_of
 from penstock.client.records import RecordOptions, SavedRecord
-from penstock.client.text import IsolatedTokenizer
+from penstock.client.text import FORMS_AT_ONCE, IsolatedTokenizer
 from penstock.client.turns import Turns
 from penstock.errors import (
     EngineDeadError,
@@ -97,7 +97,7 @@ class ProcessClient:
         self._transfer = None if transfer is None or transfer.kv_role is None else _transfer_of(transfer)
         self._fingerprint: str | None = None  # of the model that self._inputs was made for
         self._draining = False
-        self._checking = Turns(1)
+        self._checking = Turns(FORMS_AT_ONCE)
         self._num_aborted = 0
 
     @property

@@ -29,6 +29,7 @@ from dataclasses import asdict
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any, cast
 
 import msgspec
@@ -54,6 +55,7 @@ from penstock.weights.hub import resolve_model
 
 LOGGER = logging.getLogger("penstock")
 LONG_TEXT = 4096  # characters; longer texts have a process of their own, so that short texts do not wait for them
+FORMS_AT_ONCE = 2  # each in a process of its own
 MAX_CHECKED = 1024
 REFUSED_S = 60.0  # how long a refused form is not compiled again; a busy machine may have been the reason
 MANY_IDS = 64  # more ids than this are decoded in the text process, because the text is long
@@ -118,7 +120,11 @@ class IsolatedTokenizer:
         self._folder, self._chosen = folder, chat_template
         self._short = TextWorker(folder, chat_template)
         self._long = TextWorker(folder, chat_template, at_once=False)
-        self._forms = TextWorker(folder, at_once=False)  # a form that is cut off must not hold up tokenising
+        # Forms that take long must hold up neither tokenising nor each other: the worker used last is the next.
+        self._workers = [TextWorker(folder, at_once=False) for _ in range(FORMS_AT_ONCE)]
+        self._forms: LifoQueue[TextWorker] = LifoQueue()
+        for worker in self._workers:
+            self._forms.put(worker)
         # By the digest of a form: until when its result holds, and why it is refused, if it is.
         self._checked: OrderedDict[bytes, tuple[float, InvalidRequestError | None]] = OrderedDict()
 
@@ -181,10 +187,13 @@ class IsolatedTokenizer:
         until, refusal = self._checked.get(digest, (0.0, None))
         if time.monotonic() >= until:
             until, refusal = math.inf, None
+            worker = self._forms.get()
             try:
-                self._forms.call("check_form", [asdict(form), vocab_size, list(eos_token_ids)], {}, num_chars=0)
+                worker.call("check_form", [asdict(form), vocab_size, list(eos_token_ids)], {}, num_chars=0)
             except InvalidRequestError as error:
                 until, refusal = time.monotonic() + REFUSED_S, error.with_traceback(None)
+            finally:
+                self._forms.put(worker)
             self._checked[digest] = until, refusal
             if len(self._checked) > MAX_CHECKED:
                 self._checked.popitem(last=False)
@@ -198,9 +207,8 @@ class IsolatedTokenizer:
 
     def close(self) -> None:
         """End the text processes. A second call does nothing."""
-        self._short.close()
-        self._long.close()
-        self._forms.close()
+        for worker in (self._short, self._long, *self._workers):
+            worker.close()
 
 
 class _IsolatedTemplate:

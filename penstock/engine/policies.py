@@ -16,10 +16,11 @@ To add a policy, write a class and add a line to POLICIES. The scheduler calls w
 """
 
 import heapq
+import math
 import time
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.request import Request
@@ -45,27 +46,33 @@ class FirstCome:
 
     Attributes:
         rows: number of running requests of each flow that has any; "" is not a flow.
+        open: number of all requests of each flow.
     """
 
     def __init__(self, clock: Clock = time.monotonic, max_model_len: int = 1) -> None:
         self.clock = clock
         self.max_model_len = max_model_len
         self.rows: Counter[str] = Counter()
+        self.open: Counter[str] = Counter()
 
     def rank(self, request: Request) -> Place:
         """Place a running request: the smallest is computed first, the largest preempted first."""
         return 0.0, request.arrival
 
-    def candidates(self, waiting: Sequence[Request]) -> Iterator[Request]:
-        """Yield waiting requests in the order in which they are tried; each leaves `waiting`, and may be started."""
-        while waiting:
-            chosen = waiting[0]
-            fewest = self.rows[chosen.flow]
+    def candidates(self, waiting: Sequence[Request], exhausted: Collection[str] = ()) -> Iterator[Request]:
+        """Yield waiting requests in the order in which they are tried; each leaves `waiting`, and may be started.
+
+        exhausted: flows that are left out. A request whose flow is added meanwhile stays in `waiting`.
+        """
+        while True:
+            chosen, fewest = None, math.inf
             for request in waiting:
                 if fewest == 0:
                     break
-                if self.rows[request.flow] < fewest:
+                if self.rows[request.flow] < fewest and request.flow not in exhausted:
                     chosen, fewest = request, self.rows[request.flow]
+            if chosen is None:
+                return
             yield chosen
 
     def is_time_to_start(self, waiting: Sequence[Request], num_running: int) -> bool:
@@ -85,6 +92,7 @@ class FirstCome:
     def added(self, request: Request) -> None:
         """Note that a request has arrived, and waits."""
         request.waits_since = self.clock()
+        self.open[request.flow] += 1
 
     def started(self, request: Request, num_prompt_tokens: int) -> None:
         """Note that a request runs; `num_prompt_tokens` of its prompt are computed for the first time."""
@@ -99,6 +107,9 @@ class FirstCome:
         self._leaves_row(request.flow)
 
     def removed(self, request: Request, *, was_running: bool) -> None:
+        self.open[request.flow] -= 1
+        if not self.open[request.flow]:
+            del self.open[request.flow]
         if was_running:
             self._leaves_row(request.flow)
 
@@ -112,6 +123,7 @@ class FirstCome:
     def reset(self, waiting: Iterable[Request]) -> None:
         """Note that exactly these requests are open, and that all of them wait."""
         self.rows.clear()
+        self.open.clear()
         for request in waiting:
             self.added(request)
 
@@ -144,9 +156,12 @@ class Urgency(FirstCome):
 
     # --- which flow is next ---------------------------------------------------------------------------------------
 
-    def candidates(self, waiting: Sequence[Request]) -> Iterator[Request]:
+    def candidates(self, waiting: Sequence[Request], exhausted: Collection[str] = ()) -> Iterator[Request]:
         tried: Counter[str] = Counter()  # by flow, requests that were tried and not started
         while (key := self._first_flow(tried)) is not None:
+            if key[-1] in exhausted:
+                tried[key[-1]] = len(self._queues[key[-1]])
+                continue
             queue, index = self._queues[key[-1]], tried[key[-1]]
             request = queue[index][-1]
             yield request

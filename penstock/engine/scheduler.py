@@ -20,13 +20,15 @@ without a flow, such as those of a batch, are started in order of arrival. Nothi
 every block, a flow keeps its last row, and within a flow a waiting request is overtaken only while it waits for a
 prefix that another request computes.
 
-Streams wait for the prompts of a step. `max_stall_s` limits the prompt tokens to what fits this time (policies.Pace).
+Everybody waits for the prompts of a step, so one of several flows gets only a part of it for its prompts.
+
+Streams wait for the prompts of a step, too. `max_stall_s` limits these to what fits this time (policies.Pace).
 
 When a step fails, it is unknown which of its requests is to blame. Each of them is then computed alone for one token,
 so that only the one to blame fails.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +40,7 @@ from penstock.engine.speculation import Proposal
 from penstock.interface.step import NO_ADAPTER, NewRequest, ScheduledRequest, SchedulerOutput
 
 NO_DRAFTS: Mapping[str, list[int]] = {}
+FLOWS_IN_A_STEP, LEAST_OF_A_FLOW = 8, 128  # prompts of one of several flows get this part of a step, and so many tokens
 MAX_HELD_BACK = 64  # waiting requests per step that may be skipped because another computes their prefix
 
 
@@ -124,11 +127,13 @@ class _Plan:
     Attributes:
         max_rows: maximum number of requests in the step.
         allowance: for prompts; None: all of the budget. It is set once the streams are planned.
+        most_of_a_flow: how many tokens of prompts each flow may have.
         waits_for_blocks: a request in flight has to free blocks first; later requests get none until then.
     """
 
     budget: int
     max_rows: int
+    most_of_a_flow: int
     num_stream_tokens: int = 0
     allowance: Allowance | None = None
     tokens: dict[str, int] = field(default_factory=dict)  # request id -> tokens computed in this step
@@ -137,6 +142,8 @@ class _Plan:
     preempted: set[str] = field(default_factory=set)
     drafts: dict[str, list[int]] = field(default_factory=dict)  # request id -> those of its tokens that are guesses
     waits_for_blocks: bool = False
+    of_flows: Counter[str] = field(default_factory=Counter)  # tokens of prompts, by flow
+    exhausted: set[str] = field(default_factory=set)  # flows that have no more room
 
     @property
     def is_full(self) -> bool:
@@ -296,7 +303,7 @@ class Scheduler:
             blocks that no running request needs, or are dropped.
         checksum_logits: as in SchedulerOutput.
         """
-        plan = _Plan(self.max_num_batched_tokens, self._fair_share())
+        plan = _Plan(self.max_num_batched_tokens, self._fair_share(), self._most_of_a_flow())
         # Nothing below may depend on a step in flight: its results may be lost, and then its requests are planned again
         # from the state that is committed now.
         self._make_way()
@@ -341,15 +348,27 @@ class Scheduler:
         of_all = -(-(len(self.running) + num_new) // self.in_flight.depth)
         return max(1, min(of_all, -(-(len(self.ready) + num_new) // num_free)))
 
-    def _make_way(self) -> None:
-        """Preempt the request that the policy names, if rows or blocks are short.
+    def _most_of_a_flow(self) -> int:
+        """Compute how many prompt tokens of one flow a step may have: others do not wait for all of its prompts.
 
-        At most one per step, so that the others recompute only a few rows for each flow that arrives.
+        Prompts of a flow that is alone, and of requests without a flow, have all of the step; so have whole prompts.
+        """
+        if len(self.policy.open) < 2 or self.whole_prompts:
+            return self.max_num_batched_tokens
+        return max(LEAST_OF_A_FLOW, self.max_num_batched_tokens // FLOWS_IN_A_STEP)
+
+    def _make_way(self) -> None:
+        """Preempt the requests that the policy names, if rows or blocks are short: a row for each flow that has none.
+
+        No more than that per step, so that the others recompute only a few rows for each flow that arrives.
         """
         if self._alone or not self.waiting or not (self.is_short_of_blocks or len(self.running) == self.max_num_seqs):
             return
-        victim = self.policy.victim(self.waiting, self.running)
-        if victim is not None and victim.request_id not in self.in_flight:  # otherwise once its step is done
+        without = {request.flow for request in self.waiting} - self.policy.rows.keys()
+        for _ in range(1 if self.is_short_of_blocks else max(1, len(without))):
+            victim = self.policy.victim(self.waiting, self.running)
+            if victim is None or victim.request_id in self.in_flight:  # once its step is done
+                return
             self.preempt(victim)
 
     def _add_drafts(self, plan: _Plan, drafts: Mapping[str, list[int]]) -> None:
@@ -407,6 +426,8 @@ class Scheduler:
         """Count how many tokens of a request the step still has room for, from num_computed on."""
         num_missing = request.num_tokens - num_computed
         num_new = min(num_missing, plan.budget)
+        if request.flow and not request.is_stream:
+            num_new = min(num_new, plan.most_of_a_flow - plan.of_flows[request.flow])
         if self.whole_prompts and num_new < num_missing:
             return 0
         if self.pace is None or not num_new or request.is_stream:
@@ -421,6 +442,8 @@ class Scheduler:
         assert request.request_id not in plan.tokens, "a request is twice in a step"
         plan.tokens[request.request_id] = num_new
         plan.budget -= num_new
+        if not request.is_stream:
+            plan.of_flows[request.flow] += num_new
         if self.pace is None:
             return
         if request.is_stream:
@@ -455,11 +478,14 @@ class Scheduler:
         held_back: list[Request] = []
         max_num_seqs = 1 if self._alone else self.max_num_seqs
         held_hashes: set[bytes] = set()  # of whole prompts held back, so that equal ones are not looked up
-        candidates = iter([self._alone[0]]) if self._alone else self.policy.candidates(self.waiting)
+        candidates = iter([self._alone[0]]) if self._alone else self.policy.candidates(self.waiting, plan.exhausted)
         while plan.budget and len(self.running) < max_num_seqs and len(held_back) < MAX_HELD_BACK and not plan.is_full:
             request = next(candidates, None)
             if request is None:
                 break
+            if request.flow and plan.of_flows[request.flow] == plan.most_of_a_flow:
+                plan.exhausted.add(request.flow)
+                continue
             self.waiting.remove(request)
             is_known = bool(request.block_hashes) and request.block_hashes[-1] in held_hashes
             if is_known or request.request_id in self.in_flight:  # a run that has lost its results

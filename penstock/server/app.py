@@ -497,7 +497,7 @@ async def create_prefill(request: Request) -> Response:
     info = context.info()
     check_ids("prompt_token_ids", body.prompt_token_ids, info.vocab_size)
     check_salt(body.cache_salt)
-    context.client.check_admission(log.flow, num_arriving=context.num_arriving)
+    context.check_admission(log)
     log.count(prompt=len(body.prompt_token_ids))
     return StreamingResponse(_lines(context, log, blocks, body), media_type="application/x-ndjson")
 

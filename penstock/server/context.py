@@ -6,6 +6,7 @@ reported.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
@@ -52,8 +53,8 @@ class ServerContext:
         takes_several_calls: whether the chat template shows several calls of one message; None: not tried yet.
         timelines: where the time of the last calls went.
         sources: kind of kept call -> a function of the context, the call and its generation that makes its Source.
-        num_arriving: requests that have arrived but are not with the engine yet. Many may arrive in one turn of the
-            event loop; if they were not counted, each of them would see the queue as it was before the first.
+        arriving: how many requests of each flow have arrived but are not with the engine yet. Many may arrive in one
+            turn of the event loop; if they were not counted, each would see the queue as it was before the first.
     """
 
     models: ModelPool
@@ -70,7 +71,7 @@ class ServerContext:
     all: "list[ServerContext]"
     mark_tokens: dict[str, int | None] = field(default_factory=dict)
     takes_several_calls: bool | None = None
-    num_arriving: int = 0
+    arriving: Counter[str | None] = field(default_factory=Counter)
 
     @property
     def client(self) -> EngineClient:
@@ -107,14 +108,21 @@ class ServerContext:
 
     def arrive(self, log: RequestLog) -> None:
         """Count a request whose body has arrived. Raise EngineOverloadedError or EngineDeadError if it is refused."""
-        self.client.check_admission(log.flow, num_arriving=self.num_arriving)
-        self.num_arriving += 1
+        self.check_admission(log)
+        self.arriving[log.flow] += 1
         log.is_arriving = True
+
+    def check_admission(self, log: RequestLog) -> None:
+        """Do what `arrive` does, without counting it."""
+        self.client.check_admission(log.flow, num_arriving=self.arriving[log.flow])
 
     def arrived(self, log: RequestLog) -> None:
         """Stop counting a request: the engine client has it, or it has ended. A second call does nothing."""
-        self.num_arriving -= log.is_arriving
-        log.is_arriving = False
+        if log.is_arriving:
+            log.is_arriving = False
+            self.arriving[log.flow] -= 1
+            if not self.arriving[log.flow]:
+                del self.arriving[log.flow]
 
     def model_names(self) -> Sequence[str]:
         """List the names of the model."""

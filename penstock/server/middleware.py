@@ -18,6 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.client.turns import Turns
 from penstock.errors import EngineOverloadedError, PenstockError
 from penstock.server.accounts import KeyLimitError, Stock
 from penstock.server.api_errors import (
@@ -289,6 +290,7 @@ class KeyMiddleware:
         self._app = app
         self._keys = keys
         self._metrics = metrics
+        self._beginning = Turns(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:
@@ -299,6 +301,9 @@ class KeyMiddleware:
         log: RequestLog = scope["state"]["log"]
         scope["state"]["account"], log.key = account, account.name
         FLOW.set(log.flow)
+        if account.name:
+            async with self._beginning.turn(log.flow):  # one per turn of the event loop, in which others go on
+                await asyncio.sleep(0)
         if scope["method"] != "POST" or scope["path"].endswith("/cancel"):  # which must work when a limit is reached
             return await self._app(scope, receive, send)
         try:
@@ -362,7 +367,7 @@ class OverloadMiddleware:
 
 def _refusal(context: ServerContext, log: RequestLog) -> EngineOverloadedError | None:
     try:
-        context.client.check_admission(log.flow, num_arriving=context.num_arriving)
+        context.check_admission(log)
     except EngineOverloadedError as exc:
         return exc
     except PenstockError:  # the route gives a better answer about an engine that is dead or draining

@@ -20,11 +20,13 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from penstock.client.turns import Turns
 from penstock.server.api_errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 MAX_AHEAD = 16  # requests that may wait for the answer before them while the connection is still read
+SLICE, MANY_PIECES = 4096, 64  # if the first bytes that arrive together have more pieces of a body, the rest is late
 BODY_GRACE = 1.2  # times the receive timeout: the application answers 408 first, unless no route reads the body
 FLUSH_CHECKS = 10  # checks per stall timeout of whether the client has read its answer
 
@@ -46,11 +48,15 @@ class GuardedProtocol(HttpToolsProtocol):
     Args:
         receive_timeout_s: how long the client may take to send its headers, and then again its body.
         stall_timeout_s: how long the client may leave a complete answer unread.
+        parsing: its turns parse bodies in very small chunks, which would otherwise hold up everybody else.
         uvicorn: the arguments with which uvicorn constructs its protocols.
     """
 
-    def __init__(self, *, receive_timeout_s: float, stall_timeout_s: float, **uvicorn: Any) -> None:
+    def __init__(self, *, receive_timeout_s: float, stall_timeout_s: float, parsing: Turns, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
+        self._parsing = parsing
+        self._late: bytearray | None = None  # arrived, and to be parsed slice by slice
+        self._parser_task: asyncio.Task[None] | None = None
         self.logger = logger
         self._receive_timeout_s = receive_timeout_s
         self._stall_timeout_s = stall_timeout_s
@@ -61,6 +67,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = True  # the request's headers are not complete
         self._saw_body = False
         self._refused = False
+        self._num_pieces = 0  # of bodies, in what arrived together
         self._pieces: list[bytes] = []  # of the body, as they arrived together
         self._unanswered: deque[RequestResponseCycle] = deque()  # their requests' heads have arrived; oldest first
 
@@ -79,10 +86,38 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._flush is not None:
             self._flush.cancel()
         self._mark_disconnected()  # uvicorn tells only the request that arrived last
+        if self._parser_task is not None:
+            self._parser_task.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self.parser is None:
+        if self._late is not None:
+            self._late += data
+            self.transport.pause_reading()
+            return
+        self._num_pieces = 0
+        self._parse(data[:SLICE])
+        if self._num_pieces <= MANY_PIECES:
+            self._parse(data[SLICE:])
+        elif len(data) > SLICE:
+            self._late = bytearray(data[SLICE:])
+            self.transport.pause_reading()
+            self._parser_task = self.loop.create_task(self._parse_late())
+
+    async def _parse_late(self) -> None:
+        """Parse what has arrived and arrives meanwhile: one slice of all connections per turn of the event loop."""
+        while self._late:
+            async with self._parsing.turn(None):
+                data = bytes(self._late[:SLICE])
+                del self._late[:SLICE]
+                self._parse(data)
+                await asyncio.sleep(0)
+        self._late = None
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        if not data or self._refused or self.parser is None:
             return
         before = (self._begun, self._in_head)
         self._saw_body = False
@@ -126,6 +161,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._saw_body = True
+        self._num_pieces += 1
         self._head_bytes = 0
         if not self._refused:
             self._pieces.append(body)

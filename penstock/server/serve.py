@@ -35,6 +35,7 @@ import uvicorn
 
 from penstock import __version__
 from penstock.client.engine_client import EngineClient, EngineState
+from penstock.client.turns import Turns
 from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError, PenstockError
 from penstock.server.app import create_app
 from penstock.server.options import DEFAULT_KWARGS, ServerOptions
@@ -42,6 +43,7 @@ from penstock.server.protocol import GuardedProtocol
 from penstock.server.resumption import resume
 from penstock.tokenizer.tokenizer import check_variables
 
+SWITCH_S = 5e-4  # after which a thread that computes lets the event loop go on
 OPEN_TO_ALL = "no API key is set, so anyone who can reach %s may use the API (--api-key or --api-key-file sets one)"
 EXIT_OK = 0
 EXIT_CANNOT_LISTEN = 1
@@ -126,6 +128,7 @@ def run(client: EngineClient, options: ServerOptions) -> int:
 
         loop_factory = uvloop.new_event_loop
     gc.freeze()  # what is imported stays: the collector would hold the event loop for 0.1 s whenever it looked at it
+    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(run_server(client, options))
 
@@ -148,9 +151,8 @@ class Serving:
 
     def _config(self) -> uvicorn.Config:
         options = self._options
-        protocol = partial(
-            GuardedProtocol, receive_timeout_s=options.receive_timeout_s, stall_timeout_s=options.stall_timeout_s
-        )
+        limits = {"receive_timeout_s": options.receive_timeout_s, "stall_timeout_s": options.stall_timeout_s}
+        protocol = partial(GuardedProtocol, parsing=Turns(1), **limits)
         return uvicorn.Config(
             self._app,
             http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it
@@ -318,7 +320,7 @@ class Serving:
     async def _stop_on_request(self) -> None:
         """Refuse new requests, wait for the open ones, then shut down the engine, which fails those still open."""
         await self._stop.wait()
-        num_open = self._client.status().journal_requests + self._app.state.context.num_arriving
+        num_open = self._client.status().journal_requests + self._app.state.context.arriving.total()
         limit = f"up to {self._options.drain_timeout_s:g} s"
         LOGGER.info("stopping: waiting %s for %d open requests; a second signal ends them at once", limit, num_open)
         self._app.state.context.models.draining = True
@@ -338,7 +340,7 @@ class Serving:
     async def _drain(self) -> None:
         """Wait until the requests that have arrived are with the engine or refused, and then for the open ones."""
         context, deadline = self._app.state.context, time.monotonic() + self._options.drain_timeout_s
-        while context.num_arriving and time.monotonic() < deadline:
+        while context.arriving and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         await self._client.drain(max(0.0, deadline - time.monotonic()))
 

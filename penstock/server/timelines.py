@@ -40,7 +40,7 @@ class RequestLog:
         traceparent, tracestate: the W3C headers that identify the caller's span.
         timeline: of the call, set when its generation begins.
         error: what the client was told went wrong.
-        is_arriving: whether the request is counted in ServerContext.num_arriving.
+        is_arriving: whether the request is counted in ServerContext.arriving.
         lease: what the request holds of its key's account; None: it computes nothing.
     """
 

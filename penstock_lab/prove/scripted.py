@@ -27,7 +27,7 @@ from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import Mailbox
 from penstock.client.records import SavedRecord
 from penstock.client.step_client import InProcessClient
-from penstock.client.text import IsolatedTokenizer, choose_tokenizer
+from penstock.client.text import FORMS_AT_ONCE, IsolatedTokenizer, choose_tokenizer
 from penstock.client.turns import Turns
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import KVCacheManager
@@ -55,7 +55,7 @@ class ScriptedClient:
     def __init__(self, tokenizer: Tokenizer, forms: IsolatedTokenizer | None = None) -> None:
         self.tokenizer = tokenizer
         self._forms = forms
-        self._checking = Turns(1)
+        self._checking = Turns(FORMS_AT_ONCE)
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         size = tokenizer.vocab_size
         self.model_info = ModelInfo("demo", MAX_MODEL_LEN, size, ends, "float32", "scripted")

@@ -137,6 +137,23 @@ def test_requests_on_their_way_count() -> None:
         queue.admission.check(None, num_arriving=ROWS + 1)
 
 
+def test_a_flow_that_has_nothing_waits_for_no_other() -> None:
+    """Guards against a 429 for a key that gets the next row, because of another key's choices, even while no rate is
+    known."""
+    queue = Queue(max_queue_wait=0.5)
+    for _ in range(9):
+        queue.send(n=128, flow="crowd")
+    queue.now += 1
+    queue.send(flow="other")
+    with pytest.raises(EngineOverloadedError, match="not known yet"):
+        queue.send(flow="crowd")
+    queue.measure()
+    queue.admission.check("a third")
+    queue.send(flow="a third")
+    with pytest.raises(EngineOverloadedError, match="first token would take"):
+        queue.send(flow="crowd")
+
+
 def test_the_queue_is_bounded_in_tokens() -> None:
     """Guards against a few long prompts that fill a queue in which there is room for many requests."""
     queue = Queue(max_queued_tokens=1000)

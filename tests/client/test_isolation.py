@@ -195,10 +195,33 @@ def test_refused_forms_are_remembered(isolated, monkeypatch) -> None:
     form = StructuredOutputsParams(regex="(a{1000}){1000}")
     with pytest.raises(InvalidRequestError) as first:
         tokenizer.check_form(form, 4096, [2, 6])
-    monkeypatch.setattr(tokenizer._forms, "call", None)
+    monkeypatch.setattr(tokenizer._forms, "get", None)
     with pytest.raises(InvalidRequestError) as second:
         tokenizer.check_form(form, 4096, [2, 6])
     assert (str(first.value), first.value.code) == (str(second.value), second.value.code)
+
+
+def test_a_slow_form_holds_up_no_other(isolated, monkeypatch) -> None:
+    """Guards against a form that waits for the end of another key's, which may take all of its 0.4 s."""
+    tokenizer, began, end = isolated(MODEL_DIR), threading.Event(), threading.Event()
+
+    def call(_worker, _function, args, *_, **__) -> None:
+        if args[0]["regex"] == "slow":
+            began.set()
+            assert end.wait(20)
+
+    monkeypatch.setattr(text.TextWorker, "call", call)
+    slow = threading.Thread(target=tokenizer.check_form, args=(StructuredOutputsParams(regex="slow"), 4096, [2]))
+    slow.start()
+    assert began.wait(20)
+    quick = threading.Thread(target=tokenizer.check_form, args=(StructuredOutputsParams(regex="a"), 4096, [2]))
+    quick.start()
+    quick.join(10)
+    is_done = not quick.is_alive()
+    end.set()
+    slow.join()
+    quick.join()
+    assert is_done
 
 
 def test_a_process_that_the_system_ended_is_replaced(isolated) -> None:

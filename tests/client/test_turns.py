@@ -35,6 +35,31 @@ def test_one_flow_does_not_hold_up_another() -> None:
     assert order("aaaabbbbbbbb", {"a": 4.0, "b": 1.0}) == "abbbbabbbbaa"
 
 
+def test_of_several_places_one_is_left_to_others() -> None:
+    """Guards against a key whose slow forms take every place, so that the others wait for the end of one."""
+
+    async def scenario() -> str:
+        turns, done = Turns(2), ""
+        slow = asyncio.Event()
+
+        async def hold(flow: str, until: asyncio.Event | None = None) -> None:
+            nonlocal done
+            async with turns.turn(flow):
+                if until is not None:
+                    await until.wait()
+                done += flow
+
+        tasks = [asyncio.create_task(hold("a", slow)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for flow in "bcb":
+            await hold(flow)
+        slow.set()
+        await asyncio.gather(*tasks)
+        return done
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == "bcbaaa"
+
+
 def test_times_of_flows_are_forgotten() -> None:
     """Guards against a table that grows with every flow."""
 

@@ -1,8 +1,12 @@
 """Who gets the rows: a call with many choices, and a short one beside it."""
 
+from typing import Any
+
 import pytest
 
 from penstock.engine.engine import Engine
+from penstock.engine.scheduler import LEAST_OF_A_FLOW
+from penstock.interface.step import SchedulerOutput
 from tests.fakes_engine import expected_outputs, make_engine, request, token_ids
 
 SHORT = [5, 6, 7]
@@ -36,6 +40,44 @@ def test_a_call_of_many_choices_keeps_no_short_one_out(num_blocks: int) -> None:
     outputs = [output for _ in range(10) for output in engine.step() if output.request_id == "short"]
     assert token_ids(outputs) == expected_outputs(SHORT, 5)
     assert len(order_of_ends(engine)) == 24
+
+
+def test_a_step_has_a_part_of_a_flows_prompts_while_others_are_there() -> None:
+    """Guards against steps full of one key's long prompts, for each of which the others' first tokens wait; against a
+    limit where nobody else is there; and against a flow that waits because another has had its part."""
+    engine = make_engine(num_blocks=4000, max_num_seqs=8, max_num_batched_tokens=1024, max_model_len=2048)
+    plans: list[dict[str, int]] = []
+    schedule = engine.scheduler.schedule
+
+    def noted(*args: Any, **options: Any) -> SchedulerOutput:
+        plan = schedule(*args, **options)
+        plans.append({item.request_id: item.num_new_tokens for item in plan.scheduled})
+        return plan
+
+    engine.scheduler.schedule = noted  # type: ignore[method-assign]
+    for index in range(4):
+        engine.add_request(request(f"long{index}", [index + 10] * 600, max_tokens=1, flow="crowd"))
+    engine.step()
+    assert plans[-1] == {"long0": 600, "long1": 424}
+    for flow in ("a", "b"):
+        engine.add_request(request(flow, SHORT, max_tokens=9, flow=flow))
+    engine.step()
+    assert plans[-1] == {"long1": LEAST_OF_A_FLOW, "a": 3, "b": 3}
+    engine.step()
+    assert plans[-1] == {"long1": 48, "long2": LEAST_OF_A_FLOW - 48, "a": 1, "b": 1}
+    order_of_ends(engine)
+
+
+def test_as_many_flows_as_arrive_have_rows_in_the_next_step() -> None:
+    """Guards against keys that get their rows one step after the other from a key that has all of them."""
+    engine = make_engine(num_blocks=400, max_num_seqs=8, max_model_len=112)
+    add_call(engine, 1, 12)
+    engine.step()
+    for flow in ("a", "b", "c"):
+        engine.add_request(request(flow, SHORT, max_tokens=1, flow=flow))
+    assert {output.request_id for output in engine.step() if output.finish_reason} == {"a", "b", "c"}
+    assert engine.stats().num_preemptions_total == 3
+    order_of_ends(engine)
 
 
 def test_a_call_alone_has_every_row() -> None:

@@ -1,5 +1,6 @@
 """Named API keys: the file, the limits, the reload, and what of them may be seen."""
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -10,12 +11,16 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server.accounts import Account, Bucket, KeyLimitError, KeyRules, Stock
 from penstock.server.keys import KeyRing, read_key_file
+from penstock.server.metrics import Metrics
+from penstock.server.middleware import KeyMiddleware
 from penstock.server.options import ServerOptions
+from penstock.server.timelines import RequestLog
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import QUIET, app_client, get, running, samples, send, stream, wait_until
 
@@ -47,6 +52,34 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(file: Path) -> TestClient:
     return app_client(options=dataclasses.replace(QUIET, api_key_file=str(file), access_log=True))
+
+
+def test_keys_begin_in_turn(file: Path) -> None:
+    """Guards against a crowd of one key's requests, all of which begin before the first of another key."""
+    begun: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["state"]["log"].key)
+
+    async def scenario() -> None:
+        layer = KeyMiddleware(app, keys=KeyRing(None, str(file)), metrics=Metrics(FakeEngineClient()))
+        scopes = [
+            {"path": "/v1/models", "method": "GET", "headers": [(b"authorization", b"Bearer " + key.encode())],
+             "state": {"log": RequestLog("")}} for key in [*[ALICE] * 20, BOB, BOB]
+        ]  # fmt: skip
+        async with asyncio.TaskGroup() as tasks:
+            for scope in scopes:
+                tasks.create_task(layer(scope, receive, send))
+
+    async def receive() -> Message:
+        raise NotImplementedError
+
+    async def send(message: Message) -> None:
+        raise NotImplementedError
+
+    asyncio.run(scenario())
+    assert len(begun) == 22
+    assert begun[:6].count("bob") == 2
 
 
 @pytest.mark.parametrize(

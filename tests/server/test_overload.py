@@ -18,6 +18,7 @@ from penstock import AsyncLLM, SamplingParams
 from penstock.client import process
 from penstock.errors import EngineOverloadedError
 from penstock.server.middleware import MAX_REFUSAL_LINES, _RefusalLines
+from penstock.server.timelines import RequestLog
 from penstock_lab.prove.servers import QUICK
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import QUIET, WAIT_S, RunningServer, app_client, get, samples, send, stream, wait_until
@@ -65,8 +66,21 @@ def test_what_is_on_its_way_is_counted_until_it_is_there() -> None:
     wrong = [{"prompt": "a", "n": 100_000}, {"prompt": "a", "max_tokens": -1}, {"prompt": "a" * 9999}, {"prompt": [-5]}]
     for body in (*wrong, BODY, BODY | {"stream": True}, BODY | {"stream": True, "resumable": True}):
         client.post("/v1/completions", json=body)
-    assert client.app.state.context.num_arriving == 0  # type: ignore[attr-defined]
+    assert not client.app.state.context.arriving  # type: ignore[attr-defined]
     assert set(fake.num_arriving) == {0}
+
+
+def test_what_is_on_its_way_counts_for_its_own_key() -> None:
+    """Guards against a key that is refused for the requests of another one that are on their way."""
+    fake = FakeEngineClient()
+    context = app_client(fake).app.state.context  # type: ignore[attr-defined]
+    logs = [RequestLog("", key=key) for key in "aab"]
+    for log in logs:
+        context.arrive(log)
+    assert fake.num_arriving == [0, 1, 0]
+    for log in logs * 2:
+        context.arrived(log)
+    assert not context.arriving
 
 
 def test_refusals_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
