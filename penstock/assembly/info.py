@@ -57,6 +57,7 @@ def describe(config: EngineConfig, model_config: ModelConfig, plan: CachePlan, w
         scheduling_policy=config.scheduler.scheduling_policy,
         pooler=pooler,
         has_lm_head=find_architecture(model_config.architecture).has_lm_head,
+        max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
     )
 
 

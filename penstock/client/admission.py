@@ -364,10 +364,12 @@ def block_hashes(
     known: Sequence[bytes] = (),
     *,
     most: int = MAX_LOOKED_AT,
+    root: bytes = b"",
 ) -> list[bytes]:
-    """Hash the first full blocks of a prompt. `known`: hashes of the first of them. Different salts share no hash."""
+    """Hash the first full blocks of a prompt. `known`: hashes of the first of them. Different salts share no hash,
+    nor do different adapters, whose `root` is Adapters.root_hash."""
     hashes = list(known)
-    parent = hashes[-1] if hashes else salt_bytes(salt)
+    parent = hashes[-1] if hashes else root + salt_bytes(salt)
     num_tokens = min(len(token_ids) // block_size, most) * block_size
     for start in range(len(hashes) * block_size, num_tokens, block_size):
         parent = hash_block(parent, token_ids[start : start + block_size])

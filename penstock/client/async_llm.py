@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
+from penstock.client.adapters import Adapter
 from penstock.client.admission import AdmissionLimits
 from penstock.client.engine_client import EngineStatus
 from penstock.client.engine_handle import MAX_REPLICAS, EnginePlan
@@ -25,7 +27,7 @@ from penstock.client.text import IsolatedTokenizer, choose_tokenizer
 from penstock.config import EngineConfig
 from penstock.errors import NotSupportedError, check_bool, check_int, pop_options
 from penstock.interface.kv_transfer import KVTransferOptions
-from penstock.interface.messages import ModelInfo
+from penstock.interface.messages import LoRARequest, ModelInfo
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
 from penstock.interface.pooling import (
     ClassificationRequestOutput,
@@ -90,6 +92,11 @@ class AsyncLLM:
         found = self._tokenizer = choose_tokenizer(
             tokenizer, model, isolated=True, chat_template=config.text.chat_template
         )
+        options.pop("lora_modules", None)  # the client loads them, in every engine that it ever has
+        engine_plan = replace(
+            engine_plan or EnginePlan(num_engines=data_parallel_size),
+            lora_modules=tuple(LoRARequest(name, path) for name, path in config.lora.modules.items()),
+        )
         self.client = ProcessClient(
             {"model": model, **options},
             found,
@@ -97,7 +104,7 @@ class AsyncLLM:
             record=record,
             standby=standby,
             follows_forms=tokenizer is None,
-            engine_plan=engine_plan or EnginePlan(num_engines=data_parallel_size),
+            engine_plan=engine_plan,
             transfer=transfer,
         )
         if isinstance(found, IsolatedTokenizer):
@@ -117,11 +124,13 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float | None = None,
         output_token_ids: Sequence[list[int]] = (),
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the request's outputs as SamplingParams.output_kind says; leaving the loop aborts the request.
 
         It does so as soon as nothing refers to the stream any more. A program that keeps the stream in a variable must
-        close it (`contextlib.aclosing`). See PromptRequest for the arguments.
+        close it (`contextlib.aclosing`). See PromptRequest for the arguments. lora_request: the adapter that computes
+        it, which is loaded if it is not there yet.
 
         Raises (inside the iteration):
             InvalidRequestError: the prompt or a parameter is wrong.
@@ -130,7 +139,8 @@ class AsyncLLM:
             RequestFailedError: the computation of this request failed.
         """
         more = {"flow": flow, "priority": priority, "timeout": timeout, "output_token_ids": [*output_token_ids]}
-        request = PromptRequest.of(prompt, sampling_params, request_id, **more)
+        adapter = None if lora_request is None else (await self.client.load_adapter(lora_request)).id
+        request = PromptRequest.of(prompt, sampling_params, request_id, adapter=adapter, **more)
         async with aclosing(self.client.generate(request)) as outputs:
             async for output in outputs:
                 yield output
@@ -199,6 +209,18 @@ class AsyncLLM:
     def pinned_prefixes(self) -> list[PrefixUse]:
         """List the pinned prefixes, oldest first."""
         return self.client.pinned_prefixes()
+
+    def adapters(self) -> Sequence[Adapter]:
+        """List the LoRA adapters that new requests may use, oldest first."""
+        return self.client.adapters()
+
+    async def load_adapter(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> Adapter:
+        """Load a LoRA adapter into every engine, or into none; see EngineClient.load_adapter."""
+        return await self.client.load_adapter(lora_request, load_inplace=load_inplace)
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Refuse new requests with an adapter; open ones go on. Return False if no adapter has this name."""
+        return await self.client.unload_adapter(name)
 
     async def record(self, engine: int = 0) -> SavedRecord:
         """Make a bundle of the flight recorder; see EngineClient.record."""

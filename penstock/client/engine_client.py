@@ -4,15 +4,16 @@ Text lives on this side: prompts are tokenised, ids become text and stop strings
 lost when an engine dies.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.client.adapters import Adapter
 from penstock.client.input_processor import PromptRequest
 from penstock.client.records import SavedRecord
 from penstock.interface.kv_transfer import RemotePrefillStatus
-from penstock.interface.messages import EngineStats, ModelInfo
+from penstock.interface.messages import EngineStats, LoRARequest, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -116,6 +117,24 @@ class EngineClient(Protocol):
             EngineOverloadedError: the queue is full.
             RequestFailedError: the computation of this request failed.
         """
+
+    def adapters(self) -> Sequence[Adapter]:
+        """List the LoRA adapters that new requests may use, oldest first."""
+
+    async def load_adapter(self, source: LoRARequest, *, load_inplace: bool = False) -> Adapter:
+        """Load an adapter into every engine and every standby, or into none. A second call with the same files does
+        nothing.
+
+        load_inplace: whether the name may stand for another adapter until now. Open requests end with that one.
+
+        Raises:
+            InvalidRequestError: the files are not an adapter of this model; or the name is in use; or there are as many
+                adapters as the engines take; or they take none, because enable_lora is false.
+            EngineDeadError: there is no engine, or one died meanwhile.
+        """
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Refuse new requests with an adapter; open ones go on. Return False if no adapter has this name."""
 
     async def pin_prefix(self, prompt: PromptRequest, name: str | None = None) -> PrefixUse:
         """Compute the whole blocks of a prompt and keep them in the cache of every engine from now on.

@@ -30,9 +30,10 @@ import msgspec
 from msgspec import structs
 
 from penstock.client import frames
+from penstock.client.adapters import Adapter, Adapters
 from penstock.client.engine_client import EngineState, StandbyStatus
 from penstock.errors import EngineDeadError, EngineError, PenstockError
-from penstock.interface.messages import EngineStats, ModelInfo
+from penstock.interface.messages import AdapterInfo, EngineStats, LoRARequest, ModelInfo
 from penstock.ranks.children import Effort, spawn_connected
 
 LOGGER = logging.getLogger("penstock")
@@ -193,11 +194,13 @@ class EnginePlan:
         start: starts an engine, given its first frame, and makes the connection to it.
         num_engines: most engines.
         num_initial: engines that must be ready before requests are taken; the others join when they can. None: all.
+        lora_modules: adapters that engines load before requests are taken.
     """
 
     start: Callable[[frames.Start], EngineConnection] = EngineChild
     num_engines: int = 1
     num_initial: int | None = None
+    lora_modules: tuple[LoRARequest, ...] = ()
 
 
 class EngineHandle:
@@ -211,6 +214,7 @@ class EngineHandle:
         standby: whether a second process is kept ready.
         name: name of the process in the log.
         launch: starts a process, and makes the connection to it.
+        adapters: those that every process loads as soon as it is ready.
 
     Attributes:
         restarts: number of processes that took over after the first.
@@ -226,6 +230,7 @@ class EngineHandle:
         standby: bool = False,
         name: str = "the engine process",
         launch: Callable[[frames.Start], EngineConnection] = EngineChild,
+        adapters: Adapters | None = None,
     ) -> None:
         self.restarts = 0
         self.model_info: ModelInfo | None = None
@@ -234,6 +239,7 @@ class EngineHandle:
         self._deliver = deliver
         self._name = name
         self._launch = launch
+        self._adapters = Adapters() if adapters is None else adapters
         self._is_leaving = False  # the current process has announced its end
         self._deaths, self._standby_deaths = deque[float](), deque[float]()  # when they were
         self._failed_starts = 0  # in a row
@@ -274,6 +280,17 @@ class EngineHandle:
     def send(self, frame: frames.ToEngine) -> None:
         """Send to the current process; frames for a dead one are dropped."""
         self._process.connection.send(frame)
+
+    def load(self, adapter: Adapter) -> list[asyncio.Future[AdapterInfo]]:
+        """Let the current process and the standby load an adapter, if they are ready and have not been asked yet.
+
+        Return their answers; a process that ends before it has answered gives EngineDeadError.
+        """
+        return [process.load(adapter) for process in self._processes() if process.is_ready]
+
+    def unload(self, adapter_id: str) -> None:
+        for process in self._processes():
+            process.unload(adapter_id)
 
     # --- one process after another ---------------------------------------------------------------------------------
 
@@ -390,6 +407,7 @@ class EngineHandle:
             while (frame := await connection.receive()) is not None:
                 if frame.epoch == process.epoch:  # otherwise it belongs to another engine
                     process.liveness.note(frame)
+                    process.answered(frame)
                     if process is not self._process:
                         self._handle_of_standby(process, frame)
                     elif isinstance(frame, frames.Outputs):
@@ -402,6 +420,7 @@ class EngineHandle:
         finally:
             watch.cancel()
             process.has_ended = True
+            process.fail_loads()
             process.liveness.engine_ended()
             connection.hang_up()
         return await connection.wait()
@@ -412,6 +431,7 @@ class EngineHandle:
                 self._process.ready = frame
                 self._start_frame = taking_over(self._start_frame, frame)
                 self.model_info, self._start_error = frame.info, None
+                self._load_all(self._process)
             case frames.Leaving():
                 self._is_leaving = True
             case frames.Failed() if self.model_info is None:
@@ -423,6 +443,10 @@ class EngineHandle:
             case frames.Heartbeat():
                 return
         self._deliver(frame)
+
+    def _load_all(self, process: "_Process") -> None:
+        for adapter in self._adapters.held():
+            process.load(adapter)
 
     # --- the standby -----------------------------------------------------------------------------------------------
 
@@ -449,6 +473,7 @@ class EngineHandle:
     def _handle_of_standby(self, standby: "_Process", frame: frames.FromEngine) -> None:
         if isinstance(frame, frames.Ready):
             standby.ready = frame
+            self._load_all(standby)
             memory = standby.private_bytes = private_bytes(standby.connection.pid)
             size = "" if memory is None else f"; it holds {memory / 2**20:.0f} MiB of memory of its own"
             LOGGER.info("a standby engine is ready%s", size)
@@ -478,10 +503,39 @@ class _Process:
         self.ready: frames.Ready | None = None
         self.has_ended = False
         self.private_bytes: int | None = None
+        self._loads: dict[str, asyncio.Future[AdapterInfo]] = {}  # by id, of the adapters that it has or is loading
 
     @property
     def is_ready(self) -> bool:
         return self.ready is not None and not self.has_ended
+
+    # --- its adapters ----------------------------------------------------------------------------------------------
+
+    def load(self, adapter: Adapter) -> asyncio.Future[AdapterInfo]:
+        """Ask for an adapter, unless that was done before, and return the answer."""
+        if adapter.id not in self._loads:
+            answer = self._loads[adapter.id] = asyncio.get_running_loop().create_future()
+            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may wait for it
+            self.connection.send(frames.LoadAdapter(adapter.id, adapter.source.lora_path, adapter.sha256))
+        return self._loads[adapter.id]
+
+    def unload(self, adapter_id: str) -> None:
+        if self._loads.pop(adapter_id, None) is not None:
+            self.connection.send(frames.UnloadAdapter(adapter_id))
+
+    def answered(self, frame: frames.FromEngine) -> None:
+        """Note an answer to `load`, if the frame is one."""
+        match frame:
+            case frames.AdapterLoaded(_, info) if (answer := self._loads.get(info.name)) and not answer.done():
+                answer.set_result(info)
+            case frames.Rejected(_, adapter_id) if answer := self._loads.pop(adapter_id, None):
+                answer.set_exception(frame.as_error())
+
+    def fail_loads(self) -> None:
+        """Answer every open `load`: the process has ended."""
+        for answer in self._loads.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError("the engine process died while it loaded the adapter; try again"))
 
 
 async def _kill_if_stuck(process: _Process) -> None:

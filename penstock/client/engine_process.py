@@ -27,7 +27,7 @@ from penstock.client import frames
 from penstock.client.recorder import Recorder, describe
 from penstock.client.records import Ring
 from penstock.engine.engine import Engine
-from penstock.errors import ExecutorLostError, InvalidRequestError, PenstockError
+from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, PenstockError, invalid
 from penstock.interface.messages import EngineRequest, EngineStats
 from penstock.interface.plugins import install_time_limit
 from penstock.ranks.child_main import EXIT_CLIENT_GONE
@@ -199,13 +199,25 @@ class EngineServer:
                 for request_id in request_ids:
                     self._compiling.pop(request_id, None)
                     self.engine.abort(request_id)
-            case frames.Pin(name, request_id, token_ids, cache_salt):
+            case frames.Pin(name, request):
                 try:
-                    self.engine.pin(name, token_ids, cache_salt)
+                    self.engine.pin(name, request.prompt_token_ids, request.cache_salt, request.adapter)
                 except InvalidRequestError as error:
-                    self._reject(request_id, error)
+                    self._reject(request.request_id, error)
             case frames.Unpin(name):
                 self.engine.unpin(name)
+            case frames.LoadAdapter(adapter_id, path, sha256):
+                try:
+                    with self.outbox.working():
+                        info = self.engine.add_adapter(adapter_id, path, sha256)
+                except InvalidRequestError as error:
+                    self._reject(adapter_id, error)
+                except ModelLoadError as error:
+                    self._reject(adapter_id, invalid("lora_path", str(error)))
+                else:
+                    self.outbox.send(frames.AdapterLoaded(self.outbox.epoch, info))
+            case frames.UnloadAdapter(adapter_id):
+                self.engine.remove_adapter(adapter_id)
 
     def _add(self, request: EngineRequest) -> None:
         try:
@@ -283,7 +295,7 @@ def _start(sock: socket.socket, inbox: "queue.SimpleQueue[bytes | _Compiling]") 
 
 def _record(built: "BuiltEngine", ring: int, epoch: int) -> Recorder:
     """Record everything that the engine computes, in the ring of this descriptor."""
-    recorder = Recorder(Ring(ring), describe(built.engine, built.config, built.info), epoch)
+    recorder = Recorder(Ring(ring), describe(built.engine, built.config, built.info), epoch, built.engine.adapters)
     built.engine.observe(recorder)
     return recorder
 

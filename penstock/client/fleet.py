@@ -55,7 +55,8 @@ class EngineListener(Protocol):
         """Handle an engine's outputs."""
 
     def rejected(self, request_id: str, error: InvalidRequestError) -> None:
-        """Handle an engine request, or the pin that it computes, that an engine has not accepted."""
+        """Handle an engine request, or the pin that it computes, that an engine has not accepted; or the id of an
+        adapter that it could not load again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -173,6 +174,7 @@ class Fleet:
             standby=self._standby,
             name=name,
             launch=self._engine_plan.start,
+            adapters=self._requests.adapters,
         )
         recovery = Recovery(self._requests, handle.send, self._deaths)
         self._replicas.append(Replica(index, name, handle, recovery, records))
@@ -288,6 +290,10 @@ class Fleet:
             raise EngineDeadError(f"engine {index} has not been started yet")
         return self._replicas[index].records
 
+    def handles(self, *, ready: bool) -> list[EngineHandle]:
+        """List the engines, or those that are ready."""
+        return [replica.handle for replica in self._replicas if replica.is_ready or not ready]
+
     def _num_rows(self) -> int:
         infos = [replica.handle.model_info for replica in self._replicas if replica.is_ready]
         return sum(info.max_num_seqs for info in infos if info is not None)
@@ -315,7 +321,7 @@ class Fleet:
     def _received(self, index: int, frame: frames.FromEngine) -> None:
         """Handle a frame of the engine's current process. Outputs are passed on without choices that have moved to
         another engine meanwhile."""
-        listener, replica = self._listener(), self._replicas[index]
+        listener, replica, adapters = self._listener(), self._replicas[index], self._requests.adapters
         if listener is None:  # the client was dropped, and its engines are about to end
             return
         match frame:
@@ -326,8 +332,14 @@ class Fleet:
                 outputs = [output for output, place in pairs if place is None or place.replica is replica]
                 listener.received(index, outputs, frame.stats)
                 self._note_computed(replica, outputs)
+            case frames.Rejected(_, adapter_id) if not self.settled.is_set() and adapters.get(adapter_id) is not None:
+                self.model_info = None  # it was never served
+                self._fail(frame.as_error(), EngineDeadError("an adapter could not be loaded"))
             case frames.Rejected():
                 listener.rejected(frame.request_id, frame.as_error())
+            case frames.AdapterLoaded():
+                adapters.loaded(frame.info)
+                self._settle()
             case frames.Ready():
                 self._engine_ready(replica, frame, listener)
             case frames.Leaving():
@@ -358,10 +370,14 @@ class Fleet:
             self._use_cache_of(info.block_size, ready.stats.kv_blocks_total)
             for _ in range(1, len(self)):
                 self._watch(self._add_replica(taking_over(self._start, ready)))
-        num_ready_once = sum(other.handle.model_info is not None for other in self._replicas)
-        if num_ready_once >= (self._engine_plan.num_initial or len(self)):
-            self.settled.set()
+        self._settle()
         self._move_waiting()
+
+    def _settle(self) -> None:
+        """Take requests if enough engines have been ready, and have the adapters that there are from the start."""
+        num_ready_once = sum(other.handle.model_info is not None for other in self._replicas)
+        if self._requests.adapters.are_loaded and num_ready_once >= (self._engine_plan.num_initial or len(self)):
+            self.settled.set()
 
     def _engine_lost(self, replica: Replica) -> bool:
         """Let other engines go on with the work of an engine that died. Return whether a request is to blame."""
@@ -485,8 +501,10 @@ class Fleet:
 
     def _hashes(self, token_ids: list[int], request: OpenRequest, known: Sequence[bytes] = ()) -> list[bytes]:
         """Hash the full blocks of a prompt; none if there is only one engine, and so nothing to compare."""
-        salt = request.engine_requests[0].cache_salt
-        return block_hashes(token_ids, salt, self._block_size, known) if len(self) > 1 else []
+        if len(self) == 1:
+            return []
+        salt, root = request.engine_requests[0].cache_salt, self._requests.adapters.root_hash(request.adapter)
+        return block_hashes(token_ids, salt, self._block_size, known, root=root)
 
 
 def _rows(request: OpenRequest) -> int:
@@ -580,7 +598,7 @@ class Recovery:
     def pin(self, pin: Pin) -> None:
         """Tell the engine about a new pin, before the request that computes it is submitted."""
         if self._ready:
-            self._declare(pin)
+            self._send(frames.Pin(pin.name, pin.request))
 
     def compute(self, pin: Pin) -> None:
         """Let the engine compute a pin that another engine has computed."""
@@ -596,10 +614,6 @@ class Recovery:
         if self._ready:
             self._send(frames.Unpin(pin.name))
 
-    def _declare(self, pin: Pin) -> None:
-        source = pin.request
-        self._send(frames.Pin(pin.name, source.request_id, source.prompt_token_ids, source.cache_salt))
-
     @property
     def recovered(self) -> bool:
         """True once every choice that a death interrupted after its first token has received another token."""
@@ -613,7 +627,7 @@ class Recovery:
         assert not self._sent, "what was sent to a dead engine is lost"
         self._ready = True
         for pin in self._requests.prefixes:
-            self._declare(pin)
+            self._send(frames.Pin(pin.name, pin.request))
         self._pins_to_compute = [
             pin for pin in self._requests.prefixes if pin.is_computed and pin.num_deaths < DEATHS_BEFORE_TRIAL
         ]

@@ -1,7 +1,8 @@
 """Frames between a client and its engine process: typed msgpack without pickle, each preceded by its length.
 
-    client -> engine    Start, then AddRequest, Abort, Pin and Unpin
-    engine -> client    Ready or Failed, then Outputs, Rejected, Heartbeat and, from another machine, Leaving
+    client -> engine    Start, then AddRequest, Abort, Pin, Unpin, LoadAdapter and UnloadAdapter
+    engine -> client    Ready or Failed, then Outputs, Rejected, AdapterLoaded, Heartbeat and, from another machine,
+                        Leaving
 
 Frames from an engine carry the epoch that it was started with, so that frames from a replaced engine are dropped.
 Outputs carry the index of their first token (EngineOutput.start_index), so that no token counts twice.
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.errors import EngineError, InvalidRequestError, ModelLoadError
-from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats, ModelInfo
+from penstock.interface.messages import AdapterInfo, EngineOutput, EngineRequest, EngineStats, ModelInfo
 
 T = TypeVar("T")
 MAX_FRAME_BYTES = 256 * 2**20  # a longer frame is invalid
@@ -55,17 +56,28 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep this prefix in the cache once it is computed. request_id: id of the request that computes it; Rejected has
-    it if the pin is refused."""
+    """Keep the prompt of this request in the cache once the request has computed it. Rejected has its id if the pin is
+    refused."""
 
     name: str
-    request_id: str
-    token_ids: list[int]
-    cache_salt: str | None = None
+    request: EngineRequest
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):
     name: str
+
+
+class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
+    """Load an adapter, for requests that have its id. Rejected has the id if it cannot be loaded, or its files have
+    another hash by now."""
+
+    id: str
+    path: str
+    sha256: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
+    id: str
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -96,7 +108,7 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """The engine did not accept a request, or the pin that it computes."""
+    """The engine did not accept a request or the pin that it computes, or could not load the adapter with this id."""
 
     epoch: int
     request_id: str
@@ -106,6 +118,13 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
     def as_error(self) -> InvalidRequestError:
         return InvalidRequestError(self.message, param=self.param, code=self.code)
+
+
+class AdapterLoaded(msgspec.Struct, tag=True, frozen=True):
+    """The engine has loaded an adapter; the name in its description is the id."""
+
+    epoch: int
+    info: AdapterInfo
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
@@ -126,8 +145,8 @@ class Leaving(msgspec.Struct, tag=True, frozen=True):
     epoch: int
 
 
-ToEngine = Start | AddRequest | Abort | Pin | Unpin
-FromEngine = Ready | Failed | Outputs | Rejected | Heartbeat | Leaving
+ToEngine = Start | AddRequest | Abort | Pin | Unpin | LoadAdapter | UnloadAdapter
+FromEngine = Ready | Failed | Outputs | Rejected | AdapterLoaded | Heartbeat | Leaving
 
 
 def in_parts(outputs: list[EngineOutput]) -> Iterator[list[EngineOutput]]:

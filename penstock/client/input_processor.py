@@ -53,6 +53,7 @@ class PromptRequest:
         output_token_ids: tokens of an earlier computation of the request, one list per choice. They come first, and the
             engine continues after them, with the same seed.
         cache_salt: see EngineRequest.cache_salt.
+        adapter: the id of the adapter that computes it (client/adapters.py); None: the base model.
         params: None takes the model's defaults.
         request_id: None makes one.
         flow: the engine is fair among flows, and all requests of one flow share one share of it. None: this request
@@ -68,6 +69,7 @@ class PromptRequest:
     seed: int | None = None
     output_token_ids: list[list[int]] | None = None
     cache_salt: str | None = None
+    adapter: str | None = None
     params: SamplingParams | None = None
     request_id: str | None = None
     flow: str | None = None
@@ -162,6 +164,7 @@ class InputProcessor:
             params,
             flow=unique if request.flow is None else request.flow,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             priority=request.priority,
             deadline=deadline,
             arrived_at=time.monotonic(),

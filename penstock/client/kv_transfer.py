@@ -69,8 +69,8 @@ class KVTransfer:
         """A snapshot; None if the role is not decode."""
         return None if self._remote is None else replace(self._remote.status)
 
-    async def prefill(self, request: OpenRequest) -> None:
-        """Get the blocks of a prompt to where the engine finds them, if it will look for them.
+    async def prefill(self, request: OpenRequest, root: bytes = b"") -> None:
+        """Get the blocks of a prompt to where the engine finds them, if it will look for them. root: of its adapter.
 
         A block that no other server provides is computed here. Raise InvalidRequestError if the directory of blocks
         cannot be used.
@@ -79,7 +79,7 @@ class KVTransfer:
             return
         params, blocks = request.params, self._own_blocks()
         if blocks is not None and params.prompt_logprobs is None and params.pooling is None:
-            await self._remote.fetch(request.engine_requests[0], blocks)
+            await self._remote.fetch(request.engine_requests[0], blocks, root)
 
     def _own_blocks(self) -> "KVBlocks | None":
         info = self._info
@@ -116,9 +116,9 @@ class KVBlocks:
         self.block_size = block_size
         self.files = open_files(directory)
 
-    def hashes(self, token_ids: Sequence[int], salt: str | None) -> list[bytes]:
+    def hashes(self, token_ids: Sequence[int], salt: str | None, root: bytes = b"") -> list[bytes]:
         """Hash the blocks that a prompt can reuse: whole blocks, never with the last token."""
-        return block_hashes(token_ids[:-1], salt, self.block_size, most=len(token_ids))
+        return block_hashes(token_ids[:-1], salt, self.block_size, most=len(token_ids), root=root)
 
     def names(self, block_hash: bytes) -> list[tuple[str, int]]:
         """List the name and the size in bytes of a block's file in each cache group."""
@@ -177,10 +177,10 @@ class RemotePrefill:
             transport=transport,
         )
 
-    async def fetch(self, request: EngineRequest, blocks: KVBlocks) -> None:
+    async def fetch(self, request: EngineRequest, blocks: KVBlocks, root: bytes = b"") -> None:
         """Add the blocks of a prompt to those of the engine, as far as servers are available. Raise nothing."""
         token_ids = request.prompt_token_ids
-        hashes = blocks.hashes(token_ids, request.cache_salt)
+        hashes = blocks.hashes(token_ids, request.cache_salt, root)
         if blocks.count(hashes) == len(hashes):
             return
         if self._router is None:
@@ -229,6 +229,7 @@ class RemotePrefill:
             "store": blocks.name,
             "prompt_token_ids": request.prompt_token_ids,
             "cache_salt": request.cache_salt,
+            "adapter": request.adapter,
         }
         done, line = 0, Progress(0)
         async with self._http.stream("POST", f"{url}/v1/kv/prefill", json=body) as answer:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.client.adapters import Adapters
 from penstock.client.prefixes import Pin, Prefixes
 from penstock.errors import PenstockError, RequestFailedError, invalid
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
@@ -40,10 +41,12 @@ class OpenRequests:
 
     Attributes:
         prefixes: the pinned prefixes, and those that requests have found in the cache.
+        adapters: the adapters that requests may use, where the engines are in other processes.
     """
 
     def __init__(self) -> None:
         self.prefixes = Prefixes()
+        self.adapters = Adapters()
         self._requests: dict[str, OpenRequest] = {}
         self._running: dict[str, Choice] = {}
         self._numbers = itertools.count()
@@ -216,6 +219,7 @@ class OpenRequest:
     Attributes:
         request_id: the user's, or a new one. OpenRequests checks whether it is in use.
         prompt: the text, if one was given.
+        adapter: the id of the adapter that it is computed with (client/adapters.py); None: the base model.
         params: as the user gave them (stop strings included), with max_tokens and seed settled.
         engine_requests: one per choice, in order; a single one for a beam search. Their ids are never used twice, even
             if a request_id is. A stream shows their output_token_ids one by one, as when they were computed.
@@ -235,6 +239,7 @@ class OpenRequest:
     ) -> None:
         assert len(engine_requests) == (1 if params.use_beam_search else params.n), "one per choice"
         self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, engine_requests[0].prompt_token_ids
+        self.adapter = engine_requests[0].adapter
         self.params = params
         self.tokenizer = tokenizer if params.detokenize else None
         self.engine_requests = of_choices = engine_requests

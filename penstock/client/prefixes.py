@@ -47,10 +47,12 @@ class Pin:
     is_computed: bool = False
     num_deaths: int = 0
 
-    def is_found_by(self, token_ids: list[int], salt: str | None) -> bool:
-        """Check whether a request with this salt, whose prompt begins with these cached tokens, has found it."""
-        own = self.request.prompt_token_ids
-        return self.request.cache_salt in (None, salt) and token_ids[: len(own)] == own
+    def is_found_by(self, request: EngineRequest, num_cached: int) -> bool:
+        """Check whether a request, the first tokens of whose prompt were cached, has found it."""
+        own = self.request
+        is_alike = own.cache_salt in (None, request.cache_salt) and own.adapter == request.adapter
+        size = len(own.prompt_token_ids)
+        return is_alike and size <= num_cached and request.prompt_token_ids[:size] == own.prompt_token_ids
 
 
 @dataclass(slots=True)
@@ -67,7 +69,9 @@ class Prefixes:
     def get(self, name: str) -> Pin | None:
         return self._pins.get(name)
 
-    def pin(self, name: str | None, token_ids: list[int], salt: str | None, block_size: int) -> Pin:
+    def pin(
+        self, name: str | None, token_ids: list[int], salt: str | None, block_size: int, adapter: str | None = None
+    ) -> Pin:
         """Make a pin of the whole blocks of a prefix, or find the existing pin if name and prefix are the same.
 
         Raises:
@@ -85,7 +89,8 @@ class Prefixes:
             )
         known = self._pins.get(name)
         if known is not None:
-            if (known.request.prompt_token_ids, known.request.cache_salt) != (ids, salt):
+            own = known.request
+            if (own.prompt_token_ids, own.cache_salt, own.adapter) != (ids, salt, adapter):
                 raise invalid("name", f"{name!r} is the name of another pin; unpin it first", "name_in_use")
             if not known.is_computed:
                 raise invalid("name", f"{name!r} is being computed for another call", "name_in_use")
@@ -95,7 +100,7 @@ class Prefixes:
                 "name", f"there are {MAX_PINS} pins, which is the most; unpin one first", "pin_limit_exceeded"
             )
         engine_id = f"pin {name}#pin {self._num_pins}"
-        request = EngineRequest(engine_id, ids, ONE_OUTPUT, flow=engine_id, cache_salt=salt)
+        request = EngineRequest(engine_id, ids, ONE_OUTPUT, flow=engine_id, cache_salt=salt, adapter=adapter)
         self._num_pins += 1
         pin = self._pins[name] = Pin(name, request, PrefixUse(len(ids), name=name))
         return pin
@@ -109,12 +114,12 @@ class Prefixes:
 
     def note(self, request: EngineRequest, num_cached: int) -> None:
         """Count a hit: num_cached tokens of the request's prompt were found."""
-        found = request.prompt_token_ids[:num_cached]
-        pins = [pin for pin in self if pin.is_computed and pin.is_found_by(found, request.cache_salt)]
+        pins = [pin for pin in self if pin.is_computed and pin.is_found_by(request, num_cached)]
         if pins:
             use = max(pins, key=lambda pin: pin.use.num_tokens).use
         else:
-            key = blake2b(array("q", found).tobytes() + repr(request.cache_salt).encode(), digest_size=16).digest()
+            found, apart = request.prompt_token_ids[:num_cached], repr((request.cache_salt, request.adapter))
+            key = blake2b(array("q", found).tobytes() + apart.encode(), digest_size=16).digest()
             use = self._found.setdefault(key, PrefixUse(num_cached))
             self._found.move_to_end(key)
             if len(self._found) > MAX_PREFIXES:

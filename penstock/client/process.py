@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.client import frames
+from penstock.client.adapters import Adapter
 from penstock.client.admission import Admission, AdmissionLimits
 from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.engine_handle import MAX_REPLICAS, EnginePlan
@@ -37,7 +38,7 @@ from penstock.errors import (
     invalid,
 )
 from penstock.interface.kv_transfer import KVTransferOptions
-from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
+from penstock.interface.messages import EngineOutput, EngineStats, LoRARequest, ModelInfo
 from penstock.interface.outputs import PrefixUse, RequestOutput
 from penstock.interface.structured_outputs import StructuredOutputsParams
 from penstock.interface.timeline import IntervalKind
@@ -64,7 +65,7 @@ class ProcessClient:
         transfer: whether prompts are computed here for other servers, or elsewhere for this one.
 
     Raises:
-        InvalidRequestError: there are too many engines.
+        InvalidRequestError: there are too many engines, or the files of an adapter cannot be read.
     """
 
     def __init__(
@@ -87,6 +88,9 @@ class ProcessClient:
         self._inputs: InputProcessor | None = None  # made when the model is known
         self._arrivals = itertools.count()
         self._requests = OpenRequests()
+        for module in engine_plan.lora_modules:
+            self._requests.adapters.add(Adapter.read(module))
+        self._loading = asyncio.Lock()  # one change of the adapters at a time
         self._admission = Admission(limits or AdmissionLimits(), self._requests)
         start = frames.Start(-1, options, num_engines=engine_plan.num_engines)
         outputs_left, record = self._admission.outputs_left, record or RecordOptions()
@@ -182,7 +186,7 @@ class ProcessClient:
         else:
             opened = process(request)
         if self._transfer is not None:
-            await self._transfer.prefill(opened)
+            await self._transfer.prefill(opened, self._requests.adapters.root_hash(request.adapter))
         return self._admit(opened)
 
     def new_request_id(self) -> str:
@@ -204,6 +208,7 @@ class ProcessClient:
 
     def _admit(self, request: OpenRequest) -> OpenRequest:
         self._check_serving()  # the engine may have failed while the prompt was tokenised
+        self._requests.adapters.check(request.adapter)
         request.wait = self._admission.admit(request)
         self._requests.open(request)
         self._fleet.submit(request)
@@ -213,7 +218,7 @@ class ProcessClient:
         await self.start()
         self.check_admission()
         ids = await asyncio.to_thread(self._input_processor().read_prompt, prompt)
-        pin = self._requests.prefixes.pin(name, ids, prompt.cache_salt, self.model_info.block_size)
+        pin = self._requests.prefixes.pin(name, ids, prompt.cache_salt, self.model_info.block_size, prompt.adapter)
         if pin.is_computed:
             return replace(pin.use)
         try:
@@ -231,6 +236,61 @@ class ProcessClient:
         pin.is_computed = True
         self._fleet.compute_everywhere(pin)
         return replace(pin.use)
+
+    async def load_adapter(self, source: LoRARequest, *, load_inplace: bool = False) -> Adapter:
+        await self.start()
+        async with self._loading:
+            self._check_serving()
+            adapters, adapter = self._requests.adapters, await asyncio.to_thread(Adapter.read, source)
+            known = next((one for one in adapters.named() if one.name == adapter.name), adapter)
+            if known.id != adapter.id and not load_inplace:
+                message = (
+                    f"the adapter {adapter.name!r} is loaded with other content; unload it first, or set load_inplace"
+                )
+                raise invalid("lora_name", message, "adapter_already_loaded")
+            adapters.check_room(adapter, self.model_info.max_loras)
+            try:
+                await self._load_everywhere(adapter)
+            except BaseException:
+                if adapters.get(adapter.id) is None:
+                    self._unload_everywhere(adapter)
+                raise
+            adapter = adapters.add(adapter)
+            self._unload_unused()
+            return adapter
+
+    async def _load_everywhere(self, adapter: Adapter) -> None:
+        """On return, and until the next await, every ready engine and standby has the adapter."""
+        while True:
+            handles = self._fleet.handles(ready=True)
+            if not handles:
+                raise EngineDeadError("no engine is ready to load an adapter; try again")
+            waiting = [answer for handle in handles for answer in handle.load(adapter) if not answer.done()]
+            if not waiting:
+                return
+            await asyncio.wait(waiting)
+            for answer in waiting:
+                adapter.info = answer.result()
+
+    def _unload_everywhere(self, adapter: Adapter) -> None:
+        for handle in self._fleet.handles(ready=False):
+            handle.unload(adapter.id)
+
+    async def unload_adapter(self, name: str) -> bool:
+        async with self._loading:
+            is_known = self._requests.adapters.forget(name) is not None
+            self._unload_unused()
+            return is_known
+
+    def adapters(self) -> list[Adapter]:
+        return self._requests.adapters.named()
+
+    def _unload_unused(self) -> None:
+        for adapter in self._requests.adapters.pop_unused({request.adapter for request in self._requests}):
+            for pin in self._requests.prefixes:
+                if pin.request.adapter == adapter.id:
+                    self.unpin_prefix(pin.name)
+            self._unload_everywhere(adapter)
 
     def unpin_prefix(self, name: str) -> bool:
         pin = self._requests.prefixes.get(name)
@@ -256,6 +316,8 @@ class ProcessClient:
         """End an open request, which may still run, and free its id."""
         self._num_aborted += not request.mailbox.ended
         self._fleet.abort(self._requests.close(request))
+        if request.adapter is not None:
+            self._unload_unused()
 
     def _check_serving(self) -> None:
         if self._fleet.failure is not None:
@@ -348,11 +410,19 @@ class ProcessClient:
 
     def rejected(self, request_id: str, error: InvalidRequestError) -> None:
         request = self._requests.owner(request_id)
+        adapters = self._requests.adapters
         if request is not None:
-            self._end(request, error)
+            adapter = adapters.get(request.adapter)
+            self._end(request, (adapter and adapter.failure) or error)
         elif (pin := self._requests.prefixes.computed_by(request_id)) is not None:
             LOGGER.error("the prefix %s is no longer pinned: %s", pin.name, error.message)
             self.unpin_prefix(pin.name)
+        elif (adapter := adapters.get(request_id)) is not None:
+            LOGGER.error("the adapter %s is not served any more: %s", adapter.id, error.message)
+            what = f"the engine died, and the adapter {adapter.name} could not be loaded again"
+            adapter.failure = RequestFailedError(f"{what}: its files have changed, or are gone")
+            adapters.forget(adapter.name)
+            self._unload_unused()
 
     def _pause_if_unread(self, request: OpenRequest) -> None:
         """Take a request from its engine if its reader has left too much unread."""

@@ -14,6 +14,7 @@ from zlib import crc32
 
 from penstock.client import records
 from penstock.client.records import FRAME_BYTES, Ring
+from penstock.engine.adapters import Adapters
 from penstock.engine.engine import Engine
 from penstock.engine.observer import EngineObserver
 from penstock.interface.messages import EngineRequest, ModelInfo
@@ -37,7 +38,15 @@ RESULT_BYTES = 32  # bytes reserved for the result of each request in a planned 
 DRAFT_BYTES = 5  # bytes reserved for each token that a step may give beyond one per request
 RETRY_STEPS = 256  # steps between two attempts while the open requests do not fit into a segment
 # Options that change no bit of an answer. They depend on the machine; drafts are in the record of each step.
-NOT_RECORDED = {"memory", "kv_cache_memory_bytes", "threads", "cpu_affinity", "sharding_config", "speculative_config"}
+NOT_RECORDED = {
+    "memory",
+    "kv_cache_memory_bytes",
+    "threads",
+    "cpu_affinity",
+    "sharding_config",
+    "speculative_config",
+    "lora_modules",
+}
 
 
 @dataclass(slots=True)
@@ -50,11 +59,12 @@ class _Known:
     tables: list[list[int]]
     released: list[int]
     sampler_state: SamplerState | None
+    adapter: records.UsedAdapter | None
     num_computed_tokens: int = 0
 
     def introduced(self) -> records.Introduced:
         new, ids = self.new, records.pack_ids(self.token_ids)
-        now = self.tables, self.num_computed_tokens, self.sampler_state
+        now = self.tables, self.num_computed_tokens, self.sampler_state, self.adapter
         return records.Introduced(self.number, new.request_id, ids, new.num_prompt_tokens, new.params, new.choice, *now)
 
 
@@ -66,11 +76,16 @@ class Recorder(EngineObserver):
 
     Args:
         ring: only this recorder writes to it.
+        adapters: those of the engine; None if it takes none.
     """
 
-    def __init__(self, ring: Ring, engine: records.EngineDescription, epoch: int = 0) -> None:
+    def __init__(
+        self, ring: Ring, engine: records.EngineDescription, epoch: int = 0, adapters: Adapters | None = None
+    ) -> None:
         self.wants_checksums = True
         self._ring, self._engine, self._epoch = ring, engine, epoch
+        self._adapters = adapters
+        self._used: dict[int, records.UsedAdapter] = {}  # slot -> the adapter of the requests that use it
         self._known: dict[str, _Known] = {}
         self._in_flight: deque[SchedulerOutput] = deque()
         self._num_introduced = 0
@@ -81,6 +96,9 @@ class Recorder(EngineObserver):
     # --- what the engine does --------------------------------------------------------------------------------------
 
     def arrived(self, request: EngineRequest) -> None:
+        if request.adapter is not None and self._adapters is not None:
+            found = self._adapters.find(request.adapter)
+            self._used[found.slot] = records.UsedAdapter(found.slot, found.info.path, found.info.sha256)
         num_prompt, num_outputs = len(request.prompt_token_ids), len(request.output_token_ids)
         self._guarded(self._write, records.Arrived(time.time(), request.request_id, num_prompt, num_outputs))
 
@@ -162,7 +180,8 @@ class Recorder(EngineObserver):
     def _introduce(self, new: NewRequest) -> _Known:
         self._num_introduced += 1
         tables = [list(table) for table in new.block_tables]
-        return _Known(self._num_introduced, new, list(new.token_ids), tables, [0] * len(tables), new.sampler_state)
+        state, adapter = new.sampler_state, self._used.get(new.adapter)
+        return _Known(self._num_introduced, new, list(new.token_ids), tables, [0] * len(tables), state, adapter)
 
     def _write_output(self, plan: SchedulerOutput, output: StepOutput, duration_s: float) -> None:
         results = [output.results[item.request_id] for item in plan.scheduled]

@@ -46,7 +46,7 @@ from penstock.errors import (
 from penstock.interface.sampling_params import DRY_BREAKERS, SamplingParams
 from penstock.interface.step import CacheGroup, SamplerState
 
-FORMAT = 3  # incremented with every change to a record
+FORMAT = 4  # incremented with every change to a record
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
@@ -64,6 +64,14 @@ class EngineDescription(msgspec.Struct, frozen=True):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+
+
+class UsedAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """The adapter of a request: where its files were, their hash, and the executor's slot that held it."""
+
+    slot: int
+    path: str
+    sha256: str
 
 
 class Introduced(msgspec.Struct, frozen=True, array_like=True):
@@ -84,6 +92,7 @@ class Introduced(msgspec.Struct, frozen=True, array_like=True):
     block_tables: list[list[int]]
     num_computed_tokens: int = 0
     sampler_state: SamplerState | None = None
+    adapter: UsedAdapter | None = None
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -45,10 +45,7 @@ class Adapters:
             InvalidRequestError: the files cannot be read, do not fit the model or have another digest, or every slot
                 holds an adapter that an open request uses. What was loaded stays as it is.
         """
-        info, content = self._read(name, path)
-        if sha256 not in (None, info.sha256):
-            message = f"lora_path: the files of adapter {name!r} in {path} have changed since it was loaded"
-            raise InvalidRequestError(message, param="lora_path")
+        info, content = self._checked(name, path, sha256)
         known = self._named.get(name)
         if known is None or known.info.sha256 != info.sha256:
             slot = self._free_slot(in_use)
@@ -56,6 +53,17 @@ class Adapters:
             self._named = {key: item for key, item in self._named.items() if key != name and item.slot != slot}
             self._named[name] = Adapter(info, slot)
         return self._named[name].info
+
+    def _checked(self, name: str, path: str, sha256: str | None) -> tuple[AdapterInfo, Any]:
+        info, content = self._read(name, path)
+        if sha256 not in (None, info.sha256):
+            message = f"lora_path: the files of adapter {name!r} in {path} have changed since it was loaded"
+            raise InvalidRequestError(message, param="lora_path")
+        return info, content
+
+    def restore(self, slot: int, path: str, sha256: str) -> None:
+        """Load an adapter into the slot that it had in another engine, for steps that name the slot. Raise as `add`."""
+        self._load(slot, self._checked(f"slot {slot}", path, sha256)[1])
 
     def remove(self, name: str) -> bool:
         """Forget a name. Return False if it is unknown."""

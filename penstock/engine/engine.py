@@ -115,16 +115,19 @@ class Engine:
     def _fits(self, request: Request) -> bool:
         return self.kv_cache.fits_beside_pins(request, self.scheduler.max_num_batched_tokens)
 
-    def pin(self, name: str, prompt_token_ids: list[int], cache_salt: str | None = None) -> None:
+    def pin(
+        self, name: str, prompt_token_ids: list[int], cache_salt: str | None = None, adapter: str | None = None
+    ) -> None:
         """Keep the full blocks of a prefix in the cache until `unpin`, once a request has computed them.
 
         Raises:
-            InvalidRequestError: it cannot be pinned (KVCacheManager.pin), has ids outside the vocabulary, or leaves too
-                little of the cache for a request that is open.
+            InvalidRequestError: it cannot be pinned (KVCacheManager.pin), has ids outside the vocabulary or an unknown
+                adapter, or leaves too little of the cache for a request that is open.
         """
         check_ids("prompt", prompt_token_ids, self.vocab_size)
-        source = EngineRequest(name, prompt_token_ids, SamplingParams(max_tokens=1), cache_salt=cache_salt)
-        prefix = Request(source, 0, self.max_model_len)
+        prefix = self._made(
+            EngineRequest(name, prompt_token_ids, SamplingParams(max_tokens=1), cache_salt=cache_salt, adapter=adapter)
+        )
         known = [(item, len(item.block_hashes), item.pending_salt) for item in self._requests.values()]
         self.kv_cache.pin(name, prefix)
         for request in (prefix, *self._requests.values()):

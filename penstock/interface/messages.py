@@ -263,6 +263,7 @@ class ModelInfo:
         pooler: how the model's hidden states become embeddings.
         has_lm_head: whether the model can generate; without a head it gives embeddings only.
         block_directory: None without kv_offload_dir.
+        max_loras: LoRA adapters that the engine has room for; 0: it takes none.
     """
 
     model: str
@@ -281,3 +282,4 @@ class ModelInfo:
     pooler: PoolerConfig = field(default_factory=PoolerConfig)
     has_lm_head: bool = True
     block_directory: BlockDirectory | None = None
+    max_loras: int = 0

@@ -28,9 +28,9 @@ from penstock.client.engine_client import EngineClient, EngineState
 from penstock.client.input_processor import PromptRequest, check_salt
 from penstock.client.model_pool import ModelPool
 from penstock.client.turns import Turns
-from penstock.errors import InvalidRequestError, PenstockError, check_ids, fail, string_tuple
+from penstock.errors import InvalidRequestError, PenstockError, check_ids, check_str, fail, string_tuple
 from penstock.interface.kv_transfer import MAX_BATCH, Progress
-from penstock.interface.messages import ModelInfo
+from penstock.interface.messages import LoRARequest, ModelInfo
 from penstock.interface.outputs import PrefixUse
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
@@ -45,6 +45,7 @@ from penstock.server.context import (
     log_of,
     model_of,
     read_body,
+    shown_adapter,
     shown_memory,
     shown_process,
     shown_replica,
@@ -107,6 +108,7 @@ from penstock.server.openai_requests import (
     CompletionRequest,
     PinRequest,
     PrefillRequest,
+    Strict,
 )
 from penstock.server.openai_responses import ChatChoice, CompletionChoice
 from penstock.server.openapi import POLICY, describe
@@ -202,6 +204,8 @@ def _routes() -> list[Route]:
         Route("/apply-template", apply_template, methods=["POST"]),
         Route("/props", show_properties),
         Route("/slots", list_slots),
+        Route("/v1/load_lora_adapter", load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload_adapter, methods=["POST"]),
         Route("/v1/cache/pin", create_pin, methods=["POST"]),
         Route("/v1/cache/pin", list_pins),
         Route("/v1/cache/pin/{name}", delete_pin, methods=["DELETE"]),
@@ -318,6 +322,8 @@ async def status(request: Request) -> Response:
         "prefixes": [use_object(use) for use in prefixes],
         "aborted_total": now.num_aborted_total,
     }
+    if adapters := context.client.adapters():
+        answer["adapters"] = [shown_adapter(adapter) for adapter in adapters]
     if now.remote_prefill is not None:
         answer["remote_prefill"] = asdict(now.remote_prefill)
     if len(now.replicas) > 1:
@@ -393,20 +399,83 @@ async def retrieve_model(request: Request) -> Response:
 
 def _card(context: ServerContext, request: Request, name: str) -> dict[str, Any]:
     """Describe a model as OpenAI does, with vLLM's fields and the model's certificate, or as Anthropic does."""
-    info = context.known_info()
+    info, adapter = context.known_info(), context.adapter_named(name)
     if ANTHROPIC_VERSION in request.headers:
         return model_card(name, context.created, info)
     return {
         "id": name,
         "created": context.created,
-        "root": name,
+        "root": name if adapter is None or not is_administrator(request) else adapter.source.lora_path,
         "max_model_len": info.max_model_len,
         "object": "model",
         "owned_by": "penstock",
-        "parent": None,
+        "parent": None if adapter is None else context.own_names()[0],
         "permission": [],
-        "certificate": info.certificate,
+        "certificate": info.certificate if adapter is None else None,
     }
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+class UnloadAdapterRequest(Strict, kw_only=True, frozen=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class LoadAdapterRequest(UnloadAdapterRequest, kw_only=True, frozen=True):
+    """POST /v1/load_lora_adapter. model: the adapter's base model, where the server has several."""
+
+    lora_path: str
+    load_inplace: bool | None = None
+    model: str | None = None
+
+
+async def load_adapter(request: Request) -> Response:
+    """Load a LoRA adapter from a directory below --allowed-lora-path, under a name of its own."""
+    root = _adapter_root(request)
+    body = await read_body(request, LoadAdapterRequest)
+    check_str("lora_path", body.lora_path, max_length=4096)
+    context = await model_of(request, body.model)
+    path = await asyncio.to_thread(_path_below, root, body.lora_path)
+    known = [(name, one.adapter_named(name)) for one in context.all for name in one.model_names()]
+    if any(name == body.lora_name and (adapter is None or not body.load_inplace) for name, adapter in known):
+        message = f"lora_name: {ascii(body.lora_name)[:100]} is the name of a model or of a loaded adapter"
+        raise InvalidRequestError(message, param="lora_name", code="adapter_already_loaded")
+    source = LoRARequest(body.lora_name, path)
+    adapter = await context.client.load_adapter(source, load_inplace=bool(body.load_inplace))
+    return Response(f"Success: LoRA adapter '{adapter.name}' added successfully.", media_type="text/plain")
+
+
+async def unload_adapter(request: Request) -> Response:
+    """Refuse new requests with a LoRA adapter. Open ones go on with it, and then its place is free."""
+    _adapter_root(request)
+    name = (await read_body(request, UnloadAdapterRequest)).lora_name
+    found = [one.client for one in context_of(request).all if one.adapter_named(name) is not None]
+    if not found or not await found[0].unload_adapter(name):
+        raise not_found(f"There is no LoRA adapter with the name {ascii(name)[1:-1][:100]}.", "not_found", "lora_name")
+    return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
+
+
+def _path_below(root: str, path: str) -> str:
+    """Resolve a path, which may be relative to `root`. Raise InvalidRequestError if it leads elsewhere."""
+    found = None if "\0" in path else os.path.realpath(os.path.join(root, path))
+    if found is None or os.path.commonpath([root, found]) != root:
+        message = "lora_path: the directory must lie below the server's --allowed-lora-path"
+        raise InvalidRequestError(message, param="lora_path", code="path_not_allowed")
+    return found
+
+
+def _adapter_root(request: Request) -> str:
+    """Find the directory from which adapters may be loaded. Raise ApiError (403, 404) if this key, or nobody, may."""
+    check_administrator(request)
+    root = context_of(request).options.allowed_lora_path
+    if root is None:
+        raise not_found(
+            "No adapter can be loaded or unloaded; start the server with --allowed-lora-path DIR.", "not_found"
+        )
+    return root
 
 
 # --- pinned prefixes --------------------------------------------------------------------------------------------------
@@ -421,6 +490,7 @@ async def create_pin(request: Request) -> Response:
     (prompt,) = salted(request, body.cache_salt, [await _prompt(context, body, info)])
     if body.cache_salt is None:  # the pin is public, even where requests are salted by key
         prompt = replace(prompt, cache_salt=None)
+    prompt = replace(prompt, adapter=log.adapter)
     log.count(prompt=len(prompt.token_ids))
     use = await until_disconnect(request.receive, context.client.pin_prefix(prompt, body.name))
     return json_response(pin_object(use))
@@ -494,6 +564,9 @@ async def create_prefill(request: Request) -> Response:
     if body.store != blocks.name:
         message = f"store: this server's blocks are {blocks.name}: it has other weights, kernels or options"
         raise ApiError(409, message, param="store", code="other_bits")
+    if body.adapter not in (None, *(adapter.id for adapter in context.client.adapters())):
+        message = f"adapter: this server has no {ascii(body.adapter)[:100]}, or its files are others"
+        raise ApiError(409, message, param="adapter", code="other_bits")
     info = context.info()
     check_ids("prompt_token_ids", body.prompt_token_ids, info.vocab_size)
     check_salt(body.cache_salt)
@@ -523,7 +596,8 @@ async def _lines(
     context: ServerContext, log: RequestLog, blocks: "KVBlocks", body: PrefillRequest
 ) -> AsyncGenerator[bytes, None]:
     """Yield a line when there are new blocks, and after each SILENCE_S without one. Closing it aborts the prompt."""
-    hashes = blocks.hashes(body.prompt_token_ids, body.cache_salt)
+    adapter = next((one for one in context.client.adapters() if one.id == body.adapter), None)
+    hashes = blocks.hashes(body.prompt_token_ids, body.cache_salt, b"" if adapter is None else adapter.root_hash)
     computing = asyncio.create_task(_compute(context, log, body))
     loop, error, done = asyncio.get_running_loop(), None, False
     said, said_at, count = -1, loop.time(), 0
@@ -547,7 +621,9 @@ async def _lines(
 
 async def _compute(context: ServerContext, log: RequestLog, body: PrefillRequest) -> str | None:
     """Compute the prompt; the engine saves its blocks. Return the error message if that failed, else None."""
-    prompt = PromptRequest(body.prompt_token_ids, cache_salt=body.cache_salt, params=PARAMS, flow=log.flow)
+    prompt = PromptRequest(
+        body.prompt_token_ids, cache_salt=body.cache_salt, adapter=body.adapter, params=PARAMS, flow=log.flow
+    )
     try:
         async with aclosing(context.client.generate(prompt)) as outputs:
             async for output in outputs:
@@ -590,6 +666,8 @@ BODIES: dict[Any, tuple[type, type | None]] = {  # handler -> the body that it r
     create_ranking: (RankingRequest, None),
     create_tokens: (TokenizeRequest, None),
     create_text: (DetokenizeRequest, None),
+    load_adapter: (LoadAdapterRequest, None),
+    unload_adapter: (UnloadAdapterRequest, None),
     create_pin: (PinRequest, None),
     create_prefill: (PrefillRequest, None),
     create_blocks: (BlocksRequest, None),

@@ -67,7 +67,7 @@ async def _create(
     body.check()
     context, log = await model_of(request, body.model), log_of(request)
     info = context.info()
-    envelope = {"model": context.shown_name(body.model), "system_fingerprint": info.system_fingerprint}
+    envelope = {"model": context.shown_name(body.model), "system_fingerprint": context.fingerprint(log.adapter)}
     if (last := request.headers.get("last-event-id")) is not None:
         return continued(request, kind, body, last)
     context.arrive(log)  # refuse it before spending time on the prompt

@@ -17,6 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.client.adapters import Adapter, content_of
 from penstock.client.engine_client import EngineClient, EngineStatus
 from penstock.client.input_processor import PromptRequest
 from penstock.client.model_pool import ModelPool, ServedModel
@@ -125,10 +126,24 @@ class ServerContext:
                 del self.arriving[log.flow]
 
     def model_names(self) -> Sequence[str]:
-        """List the names of the model."""
+        """List the names of the model, then those of its adapters."""
+        return (*self.own_names(), *(adapter.name for adapter in self.client.adapters()))
+
+    def own_names(self) -> Sequence[str]:
+        """List the names of the model without an adapter."""
         if self.model.name is not None:
             return (self.model.name,)
         return self.options.served_model_names or (self.known_info().model,)
+
+    def adapter_named(self, name: str | None) -> Adapter | None:
+        """Find the adapter that a name of the model stands for; None if it stands for the model itself."""
+        found = (one for one in self.client.adapters() if one.name == name and name not in self.own_names())
+        return next(found, None)
+
+    def fingerprint(self, adapter_id: str | None) -> str:
+        """Name all that can change a bit of an answer: the engine's fingerprint, with the content of the adapter."""
+        own = self.known_info().system_fingerprint
+        return own if adapter_id is None else f"{own}-{content_of(adapter_id)}"
 
     def shown_name(self, name: str | None) -> str:
         """Choose the model name for the answer to a request that names this model, or none."""
@@ -162,6 +177,9 @@ async def model_of(request: Request, name: str | None) -> ServerContext:
     assert lease is not None, "only a POST computes"
     await context.models.use(context.model)
     lease.until_end(partial(context.models.release, context.model))
+    context.named(name)  # raises if an adapter was unloaded meanwhile
+    adapter = context.adapter_named(name)
+    log_of(request).adapter = None if adapter is None else adapter.id
     return context
 
 
@@ -281,6 +299,13 @@ def shown_process(engine: EngineStatus) -> dict[str, Any]:
         "heartbeat_age_s": engine.heartbeat_age_s,
         "standby": None if engine.standby is None else asdict(engine.standby),
     }
+
+
+def shown_adapter(adapter: Adapter) -> dict[str, Any]:
+    """Describe an adapter for /status. What is not known before an engine has loaded it is null."""
+    info = adapter.info
+    size, rank = (None, None) if info is None else (info.num_bytes, info.rank)
+    return {"name": adapter.name, "sha256": adapter.sha256, "rank": rank, "bytes": size}
 
 
 def shown_memory(engine: EngineStatus) -> dict[str, Any]:

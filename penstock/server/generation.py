@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.client.adapters import name_of
 from penstock.client.input_processor import PromptRequest
 from penstock.errors import EngineOverloadedError, InvalidRequestError, PenstockError, RequestFailedError
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
@@ -74,6 +75,8 @@ class Generation:
         self.timeline = CallTimeline(self.context.timelines, self.id, self.log, self.context.model_names()[0])
         self.timeline.num_choices = len(self.prompts) * self.params.n
         self.timeline.begin(time.monotonic())
+        if self.log.adapter is not None:
+            self.context.metrics.adapter_requests.labels(name_of(self.log.adapter)).inc()
 
     async def outputs(self) -> AsyncGenerator[Indexed | None, None]:
         """Yield each output as it comes, and None after each silent keep-alive interval. Closing it aborts the call."""
@@ -154,6 +157,7 @@ class Generation:
             request_id=f"{self.id}-{index}",
             flow=self.log.flow or self.id,
             priority=self.log.priority,
+            adapter=self.log.adapter,
         )
         self.context.arrived(self.log)
         while True:

@@ -49,6 +49,7 @@ class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
         key: name of its API key, under which it is scheduled.
         priority: its priority, where the scheduling policy uses one.
         timeout_s: how long it may take, counted from `created`.
+        adapter: the id of the LoRA adapter that computes it, which names its content; None: the base model.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     key: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    adapter: str | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -483,7 +483,7 @@ async def create_message(request: Request) -> Response:
     body.check()
     context, log = await model_of(request, body.model), log_of(request)
     info = context.info()
-    envelope = {"model": context.shown_name(body.model), "system_fingerprint": info.system_fingerprint}
+    envelope = {"model": context.shown_name(body.model), "system_fingerprint": context.fingerprint(log.adapter)}
     context.arrive(log)  # refuse it before spending time on the prompt
     with renaming(NAMES, INSIDE):
         chat = await _chat(request, body)

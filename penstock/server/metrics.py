@@ -74,6 +74,9 @@ class Metrics:
         self.key_requests = self._by_key("requests", "Requests of a named API key that were admitted")
         self.key_refusals = self._by_key("refusals", "Requests of a named API key that exceeded one of its limits")
         self.key_tokens = self._by_key("tokens", "Tokens of a named API key", "kind")
+        self.adapter_requests = Counter(
+            "penstock_adapter_requests", "Calls computed by a LoRA adapter", ("adapter",), registry=self.registry
+        )
         self.outcomes = Counter(
             "penstock_choices", "Finished choices by finish reason", ("finish_reason",), registry=self.registry
         )

@@ -132,8 +132,9 @@ class BoundaryMiddleware:
         shown = "..." if KEY_IN_PATH.search(scope["path"]) else ascii(scope["path"])[1:-1][:200]
         parts = [scope["method"], shown, str(status), f"{log.age_s() * 1000:.0f}ms"]
         key = f"key={log.key}" if log.key else ""
+        adapter = f"adapter={ascii(log.adapter)[1:-1]}" if log.adapter else ""
         error = error_text(log.error) if log.error is not None else ""
-        parts += [part for part in (error, key, log.tokens(), log.labels) if part]
+        parts += [part for part in (error, key, adapter, log.tokens(), log.labels) if part]
         level = logging.DEBUG if status < 400 and scope["path"] in QUIET_PATHS else logging.INFO
         access_logger.log(level, "%s id=%s", " ".join(parts), log.request_id)
 

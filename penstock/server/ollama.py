@@ -445,7 +445,7 @@ class OllamaAnswer:
             "eval_count": log.num_completion_tokens,
             "eval_duration": _nanoseconds(max(0.0, total - prompt)),
             "seed": self._generation.seed(),
-            "system_fingerprint": self._generation.context.known_info().system_fingerprint,
+            "system_fingerprint": self._generation.context.fingerprint(self._generation.log.adapter),
         }
 
 
@@ -607,8 +607,15 @@ def _details(context: ServerContext) -> dict[str, Any]:
 def _cards(request: Request) -> list[dict[str, Any]]:
     context = context_of(request)
     info = context.known_info()
-    more = {"size": info.memory.get("weights", 0), "digest": sha256(info.system_fingerprint.encode()).hexdigest()}
-    return [{"name": name, "model": name, **more, "details": _details(context)} for name in context.model_names()]
+    cards = []
+    for name in context.model_names():
+        adapter = context.adapter_named(name)
+        fingerprint = context.fingerprint(None if adapter is None else adapter.id)
+        details = _details(context) | ({} if adapter is None else {"parent_model": context.own_names()[0]})
+        digest = sha256(fingerprint.encode()).hexdigest()
+        size = info.memory.get("weights", 0)
+        cards.append({"name": name, "model": name, "size": size, "digest": digest, "details": details})
+    return cards
 
 
 async def list_ollama_models(request: Request) -> Response:

@@ -382,11 +382,13 @@ class PrefillRequest(Strict, kw_only=True, frozen=True):
 
     Attributes:
         store: name of that engine's block directory.
+        adapter: id of the prompt's adapter (client/adapters.py).
     """
 
     store: str
     prompt_token_ids: list[int]
     cache_salt: str | None = None
+    adapter: str | None = None
 
 
 class BlocksRequest(Strict, kw_only=True, frozen=True):
@@ -622,8 +624,6 @@ UNSUPPORTED_ROUTES = (
     "/v1/responses/compact",
     "/v1/completions/render",
     "/v1/chat/completions/render",
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
     "/load",
     *(f"/api/{name}" for name in ("create", "copy", "delete", "push")),
 )

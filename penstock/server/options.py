@@ -68,6 +68,13 @@ def _key_file(name: str, value: Any) -> str:
     return str(value)
 
 
+def _directory(name: str, value: Any) -> str:
+    check_str(name, value)
+    if not os.path.isdir(value):
+        raise fail(name, value, "an existing directory")
+    return os.path.realpath(str(value))
+
+
 def _root_path(name: str, value: Any) -> str:
     check_str(name, value)
     if not value.startswith("/") or value.endswith("/") or not value.isascii() or not value.isprintable():
@@ -122,6 +129,8 @@ class ServerOptions:
         request_timeout_s: how long a call may take from its first byte to its last; None: no limit.
         otlp_traces_endpoint: URL (OTLP over HTTP, like http://host:4318/v1/traces); None:
             OTEL_EXPORTER_OTLP_TRACES_ENDPOINT from the environment, if it is set.
+        allowed_lora_path: administrators may load and unload adapters while the server runs, from directories below
+            this one. None: nobody may.
         max_body_bytes: a longer request body is refused with 413.
         max_inflight_body_bytes: for the bodies of all open requests together; a request beyond it is refused with 503.
             The first 64 KiB of each body are not counted, so that a few large ones cannot keep the small ones out.
@@ -213,6 +222,12 @@ class ServerOptions:
         str,
         "file that stores background responses and resumable streams, so that they survive a kill",
         metavar="FILE",
+    )
+    allowed_lora_path: str | None = option(
+        None,
+        _directory,
+        "directory of the adapters that POST /v1/load_lora_adapter may load (default: none; needs --enable-lora)",
+        metavar="DIR",
     )
     drain_timeout_s: float = option(
         30.0, Interval(0.0, 86400.0), "seconds that open requests may go on after SIGTERM (default: 30)", metavar="S"

@@ -42,7 +42,7 @@ async def keep(
 ) -> KeptCall:  # fmt: skip
     """Accept a call to keep, settle its seeds and start computing it. See Begun for the arguments."""
     context = context_of(request)
-    info, log = context.info(), log_of(request)
+    log = log_of(request)
     if len(prompts) * params.n >= MAX_LANES:
         message = f"resumable: at most {MAX_LANES - 1} choices, prompts times n, can be continued"
         raise InvalidRequestError(message, param="resumable")
@@ -53,7 +53,7 @@ async def keep(
         created=int(time.time()),
         body=_encode(body),
         model=context.shown_name(getattr(body, "model", None)),
-        fingerprint=info.system_fingerprint,
+        fingerprint=context.fingerprint(log.adapter),
         params=params.settled(output_kind=RequestOutputKind.DELTA),
         prompts=[_settled(context, prompt, params) for prompt in prompts],
         grace_s=grace_s,
@@ -61,6 +61,7 @@ async def keep(
         key=log.key,
         priority=log.priority,
         timeout_s=log.timeout_s,
+        adapter=log.adapter,
     )
     call = await context.kept.begin(begun, log.lease)
     try:
@@ -122,13 +123,16 @@ def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo, log: Re
     generation = _generation(context, call, log)
     generation.is_patient = True
     source = context.sources[call.begun.kind](context, call, generation)
-    if call.begun.fingerprint == info.system_fingerprint:
+    before, adapter, now = call.begun.fingerprint, call.begun.adapter, context.fingerprint(call.begun.adapter)
+    if before != now:
+        message = f"the new engine computes differently: {before} became {now}; send the request again"
+        _give_up(context, call, log, ApiError(500, message, code="model_changed"), source)
+    elif adapter is not None and adapter not in {one.id for one in context.client.adapters()}:
+        message = f"this server has no adapter {adapter}, or its files have changed; send the request again"
+        _give_up(context, call, log, ApiError(500, message, code="model_changed"), source)
+    else:
         generation.timeline.answered(200)  # its connection ended with the previous server
         context.kept.run(call, source)
-        return
-    change = f"{call.begun.fingerprint} became {info.system_fingerprint}"
-    message = f"the new engine computes differently: {change}; send the request again"
-    _give_up(context, call, log, ApiError(500, message, code="model_changed"), source)
 
 
 def _give_up(
@@ -143,7 +147,7 @@ def _give_up(
 
 def _restored_log(begun: Begun, info: ModelInfo) -> RequestLog:
     """Make a log for a call from the journal, with its time left and, if the policy uses it, its priority."""
-    log = RequestLog(begun.id, key=begun.key)
+    log = RequestLog(begun.id, key=begun.key, adapter=begun.adapter)
     if info.scheduling_policy == "priority":
         log.priority = begun.priority
     if begun.timeout_s is not None:

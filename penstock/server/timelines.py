@@ -37,6 +37,7 @@ class RequestLog:
         labels: the body's labels (`user`, ...), ready to print.
         key: the name of the API key, "" if it has no name.
         priority, timeout_s: the request's priority, and how long it may take.
+        adapter: the id of the LoRA adapter that computes it (client/adapters.py); None: the base model.
         traceparent, tracestate: the W3C headers that identify the caller's span.
         timeline: of the call, set when its generation begins.
         error: what the client was told went wrong.
@@ -50,6 +51,7 @@ class RequestLog:
     key: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    adapter: str | None = None
     traceparent: str | None = None
     tracestate: str | None = None
     timeline: "CallTimeline | None" = None

@@ -3,7 +3,7 @@
 import hashlib
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -22,9 +22,10 @@ from penstock.client.records import (
     Planned,
     Record,
     StepFailed,
+    UsedAdapter,
     unpack_ids,
 )
-from penstock.interface.step import BlockCopy, NewRequest, ScheduledRequest, SchedulerOutput
+from penstock.interface.step import NO_ADAPTER, BlockCopy, NewRequest, ScheduledRequest, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class EngineStart:
     engine: EngineDescription
     epoch: int
     requests: list[OpenRequest]
+    adapters: list[UsedAdapter] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,14 @@ class RecordedStep:
     Attributes:
         results: None if the step failed as a whole, or if the engine died in it.
         error: why the step failed as a whole.
+        adapters: those of the requests that are new in it.
     """
 
     plan: SchedulerOutput
     time: float
     results: Computed | None = None
     error: str | None = None
+    adapters: list[UsedAdapter] = field(default_factory=list)
 
     @property
     def unfinished(self) -> bool:
@@ -77,7 +81,7 @@ class _Reader:
         self.released.clear()
         self.epoch, self.num_groups = record.epoch, len(record.engine.groups)
         found = [OpenRequest(self.request(item), item.num_computed_tokens) for item in record.requests]
-        return EngineStart(record.engine, record.epoch, found)
+        return EngineStart(record.engine, record.epoch, found, _adapters(record.requests))
 
     def request(self, item: Introduced) -> NewRequest:
         if len(item.block_tables) != self.num_groups or item.number in self.ids:
@@ -93,6 +97,7 @@ class _Reader:
             item.choice,
             tables,
             item.sampler_state,
+            NO_ADAPTER if item.adapter is None else item.adapter.slot,
         )
 
     def plan(self, record: Planned) -> SchedulerOutput:
@@ -131,7 +136,7 @@ def history(records: list[Record]) -> Iterator[EngineStart | RecordedStep]:
                 case Planned():
                     if step is not None:
                         yield step
-                    step = RecordedStep(reader.plan(record), record.time)
+                    step = RecordedStep(reader.plan(record), record.time, adapters=_adapters(record.new))
                 case Computed() | StepFailed() if step is not None and step.plan.step_id == record.step_id:
                     yield _finished(step, record)
                     step = None
@@ -154,10 +159,14 @@ def malformed(why: str) -> InvalidRequestError:
 
 def _finished(step: RecordedStep, record: Computed | StepFailed) -> RecordedStep:
     if isinstance(record, StepFailed):
-        return RecordedStep(step.plan, step.time, error=record.error)
+        return replace(step, error=record.error)
     if not len(record.token_ids) == len(record.checksums) == len(step.plan.scheduled):
         raise malformed(f"step {record.step_id} has {len(record.token_ids)} results")
-    return RecordedStep(step.plan, step.time, results=record)
+    return replace(step, results=record)
+
+
+def _adapters(requests: list[Introduced]) -> list[UsedAdapter]:
+    return [item.adapter for item in requests if item.adapter is not None]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import inspect
 
 from penstock import PenstockError
+from penstock.server.app import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.server.embeddings import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -72,6 +73,8 @@ KINDS: dict[str, type[Strict]] = {
     "/completion": NativeCompletionRequest,
     "/chat": NativeChatRequest,
     "/apply-template": TemplateRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest,
+    "/v1/unload_lora_adapter": UnloadAdapterRequest,
     "/v1/cache/pin": PinRequest,
     "/v1/kv/prefill": PrefillRequest,
     "/v1/kv/blocks": BlocksRequest,

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from penstock import EngineError, InvalidRequestError, SamplingParams
 from penstock.client.recorder import score_checksums
-from penstock.client.records import Bundle, Computed, EngineDescription
+from penstock.client.records import Bundle, Computed, EngineDescription, UsedAdapter
+from penstock.engine.adapters import Adapters
 from penstock.interface.step import (
     BlockCopy,
     CacheGroup,
@@ -80,9 +81,16 @@ def compute(
     report: ReplayReport,
     num_blocks: list[int],
     announce: Callable[[str], None] = lambda line: None,
+    adapters: Adapters | None = None,
 ) -> None:
-    """Compute the steps of a checked bundle on an executor without requests, up to the first difference."""
-    replayer = Replayer(executor, report, num_blocks)
+    """Compute the steps of a checked bundle on an executor without requests, up to the first difference.
+
+    adapters: those of the executor; None if it takes none.
+
+    Raises:
+        InvalidRequestError: an adapter cannot be loaded, or its files have changed.
+    """
+    replayer = Replayer(executor, report, num_blocks, adapters)
     report.computed, report.steps = True, 0
     try:
         for event in history(bundle.records):
@@ -112,18 +120,22 @@ class Replayer:
         num_blocks: per cache group, the blocks of the record; the executor has num_scratch more.
     """
 
-    def __init__(self, executor: Executor, report: ReplayReport, num_blocks: list[int]) -> None:
-        self._executor = executor
+    def __init__(
+        self, executor: Executor, report: ReplayReport, num_blocks: list[int], adapters: Adapters | None = None
+    ) -> None:
+        self._executor, self._adapters = executor, adapters
         self._report = report
         self._num_blocks = num_blocks
         self._engine: EngineDescription | None = None
         self._tables: dict[str, list[list[int]]] = {}
+        self._slots: dict[int, str] = {}  # slot -> the hash of the adapter in it
         self._written: set[tuple[int, int]] = set()  # (group, block) with the same content as in the recorded engine
 
     def start(self, start: EngineStart) -> None:
         """Forget everything, then take over the requests that were open."""
         self.forget_all()
         self._engine = start.engine
+        self._load(start.adapters)
         for item in start.requests:
             self._restore(item.request, item.num_computed_tokens)
         self._learn([item.request for item in start.requests])
@@ -136,6 +148,7 @@ class Replayer:
         if plan.removed_request_ids:  # before their blocks are restored for other requests
             self._prepare(SchedulerOutput(-1, [], [], plan.removed_request_ids))
         copies = self._possible_copies(plan)
+        self._load(step.adapters)
         for request in plan.new_requests:
             self._restore(request, first.get(request.request_id, 0))
         self._learn(plan.new_requests)
@@ -154,6 +167,15 @@ class Replayer:
             report.differences.append(difference)
         else:
             report.remarks.append(f"step {plan.step_id}, in which the engine ended, was computed here without a fault")
+
+    def _load(self, adapters: list[UsedAdapter]) -> None:
+        """Load adapters into the slots that they had. No request that is open uses another one of the same slot."""
+        for used in adapters:
+            if self._adapters is None:
+                raise InvalidRequestError("bundle: it has adapters, but enable_lora is false", param="bundle")
+            if self._slots.get(used.slot) != used.sha256:
+                self._adapters.restore(used.slot, used.path, used.sha256)
+                self._slots[used.slot] = used.sha256
 
     def forget_all(self) -> None:
         """Remove every request from the executor."""
@@ -207,7 +229,8 @@ class Replayer:
         if num_computed == 0 or not missing:
             return
         tables = [self._standing_in(index, table, num_computed) for index, table in enumerate(request.block_tables)]
-        new = [NewRequest(RESTORED, request.token_ids[:num_computed], num_computed, GREEDY, 0, tables)]
+        ids, adapter = request.token_ids[:num_computed], request.adapter
+        new = [NewRequest(RESTORED, ids, num_computed, GREEDY, 0, tables, adapter=adapter)]
         nothing: list[list[int]] = [[] for _ in tables]
         for start, count in _chunks(num_computed, self._current().max_num_batched_tokens):
             item = ScheduledRequest(RESTORED, start, count, nothing, [0] * len(tables), 0)

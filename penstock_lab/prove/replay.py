@@ -36,7 +36,7 @@ def replay(bundle: Bundle, *, model: str | None = None, imports: tuple[str, ...]
     try:
         check_processors(bundle)
         report.remarks += compare_fingerprints(engine.system_fingerprint, built.info.system_fingerprint)
-        compute(bundle, built.engine.executor, report, num_blocks, announce)
+        compute(bundle, built.engine.executor, report, num_blocks, announce, built.engine.adapters)
     finally:
         built.engine.shutdown()
     return report

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from penstock.errors import check_choice
+from penstock_lab.prove.adapters import AdapterChanges
 from penstock_lab.prove.engine_deaths import EngineDeaths, ReplicaDeaths, StandbyDeaths
 from penstock_lab.prove.faults import Faults
 from penstock_lab.prove.full_disks import FullDisks
@@ -35,6 +36,7 @@ PROOFS: tuple[Proof, ...] = (
     StandbyDeaths(),
     ReplicaDeaths(),
     RankDeaths(),
+    AdapterChanges(),
     *([RayDeaths()] if importlib.util.find_spec("ray") is not None else []),  # ray is optional
     ServerDeaths(),
     ParentDeaths(),

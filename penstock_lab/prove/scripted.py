@@ -22,6 +22,7 @@ from penstock import (
     RequestOutput,
     StructuredOutputsParams,
 )
+from penstock.client.adapters import Adapter
 from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.input_processor import PromptRequest
 from penstock.client.open_requests import Mailbox
@@ -32,12 +33,13 @@ from penstock.client.turns import Turns
 from penstock.engine.engine import Engine
 from penstock.engine.kv_cache_manager import KVCacheManager
 from penstock.engine.policies import Scheduling
-from penstock.interface.messages import ModelInfo
+from penstock.interface.messages import LoRARequest, ModelInfo
 from penstock.interface.step import CacheGroup
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock_lab.mock import MockExecutor
+from penstock_lab.prove.attacks.attack import ADAPTERS
 
 MAX_MODEL_LEN = 96
 NUM_BLOCKS, BLOCK_SIZE = 256, 16
@@ -115,6 +117,17 @@ class ScriptedClient:
             del self._mailboxes[request_id]
             self._client.abort(request_id)
 
+    def adapters(self) -> list[Adapter]:
+        return []
+
+    async def load_adapter(self, source: LoRARequest, *, load_inplace: bool = False) -> Adapter:
+        """Read the files, and refuse them: the model is a formula."""
+        await asyncio.to_thread(Adapter.read, source)
+        raise InvalidRequestError("enable_lora: this engine takes no adapters", param="enable_lora")
+
+    async def unload_adapter(self, name: str) -> bool:
+        return False
+
     async def pin_prefix(self, prompt: PromptRequest, name: str | None = None) -> PrefixUse:
         return self._client.pin_prefix({"prompt_token_ids": prompt.token_ids, "cache_salt": prompt.cache_salt}, name)
 
@@ -178,7 +191,7 @@ class Response:
     body: bytes = b""
 
 
-OPTIONS = ServerOptions(port=0, access_log=False)
+OPTIONS = ServerOptions(port=0, access_log=False, allowed_lora_path=ADAPTERS)
 
 
 class ScriptedServer:

@@ -30,7 +30,7 @@ INFO = replace(model_info(64, 900), max_num_seqs=ROWS)
 class Handle:
     """Starts scripted engines when the test says so."""
 
-    def __init__(self, start, deliver, *, standby, name, launch):
+    def __init__(self, start, deliver, *, standby, name, launch, adapters):
         self.start, self.deliver, self.name, self.standby = start, deliver, name, standby
         self.model_info = self.failure = self.engine = None
         self.restarts, self.was_let_go = 0, False

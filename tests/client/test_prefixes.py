@@ -91,14 +91,15 @@ class Told:
 
 
 def _request_id(frame: frames.ToEngine) -> str:
-    return frame.request.request_id if isinstance(frame, frames.AddRequest) else frame.request_id
+    return frame.request.request_id
 
 
 def test_the_next_engine_is_told_of_pins_first_and_computes_them_last():
     """Guards against a pin that is lost with its engine, and against open streams that wait until it is computed."""
     told = Told()
     pin_id = told.pin.request.request_id
-    assert told.frames == [frames.Pin("system", pin_id, IDS[:96], "a")]
+    assert told.frames == [frames.Pin("system", told.pin.request)]
+    assert (told.pin.request.prompt_token_ids, told.pin.request.cache_salt) == (IDS[:96], "a")
     told.requests.open(request_of(told.pin))
     told.recovery.submit([pin_id])
     assert told.next_engine() == [f"Pin {pin_id}", f"AddRequest {pin_id}"]  # it is an open request still

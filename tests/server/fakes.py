@@ -6,6 +6,7 @@ as the protocol says.
 
 import asyncio
 import codecs
+import hashlib
 import itertools
 import random
 import time
@@ -14,12 +15,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.client.adapters import Adapter
 from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.input_processor import PromptRequest
 from penstock.client.records import SavedRecord
 from penstock.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from penstock.interface.kv_transfer import RemotePrefillStatus
-from penstock.interface.messages import EngineStats, ModelInfo
+from penstock.interface.messages import AdapterInfo, EngineStats, LoRARequest, ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.structured_outputs import StructuredOutputsParams
@@ -110,6 +112,8 @@ class FakeEngineClient:
         self.pins: dict[str, PrefixUse] = {}
         self.pinned: list[list[int]] = []  # the token ids of each
         self.kv_blocks = None
+        self.loras: dict[str, Adapter] = {}
+        self.used: list[str | None] = []  # the adapters of the prompts, in order
         self._arrivals = itertools.count()
         self._was_ready = False
 
@@ -148,6 +152,7 @@ class FakeEngineClient:
         request_id = request.request_id or f"request-{next(self._arrivals)}"
         ids = request.token_ids
         self.salts.append(request.cache_salt)
+        self.used.append(request.adapter)
         self.turns.append((request.priority, request.timeout))
         self.seen.append((ids, params, request_id))
         self.resumed[request_id] = [list(known) for known in request.output_token_ids or ()]
@@ -259,6 +264,21 @@ class FakeEngineClient:
 
     def most_used_prefixes(self, count: int) -> list[PrefixUse]:
         return self.pinned_prefixes()[:count]
+
+    def adapters(self) -> list[Adapter]:
+        return list(self.loras.values())
+
+    async def load_adapter(self, source: LoRARequest, *, load_inplace: bool = False) -> Adapter:
+        """Take the path for the content; refuse a directory that is called wrong."""
+        if source.lora_path.endswith("wrong"):
+            raise InvalidRequestError("lora_path: no adapter", param="lora_path")
+        sha256 = hashlib.sha256(source.lora_path.encode()).hexdigest()
+        info = AdapterInfo(source.lora_name, source.lora_path, 8, ("q",), sha256, 64)
+        self.loras[source.lora_name] = Adapter(source, sha256, info)
+        return self.loras[source.lora_name]
+
+    async def unload_adapter(self, name: str) -> bool:
+        return self.loras.pop(name, None) is not None
 
     async def attach(self) -> None:
         self.attached = True

@@ -150,7 +150,7 @@ def test_errors_have_their_classes(server: RunningServer, client: openai.OpenAI)
         client.chat.completions.create(model="fake", messages=USER, temperature=-1)
     assert (bad.value.param, bad.value.code) == ("temperature", "invalid_value")
     with pytest.raises(openai.NotFoundError) as missing:
-        client.post("/load_lora_adapter", body={}, cast_to=object)
+        client.post("/chat/completions/render", body={}, cast_to=object)
     assert missing.value.code == "not_implemented"
     server.client.behaviour = Behaviour(failure=EngineOverloadedError("the queue is full", retry_after_s=2.5))
     with pytest.raises(openai.RateLimitError) as full:

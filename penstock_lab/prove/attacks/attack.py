@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,10 @@ import httpx
 from penstock_lab.prove.levels import quick_client
 
 KEY = "sk-canary-7f3a9c"  # the API key of the attacked server
-FLAGS = (f"--api-key={KEY}", "--allowed-host=127.0.0.1", "--allowed-host=localhost")  # both key and Host are checked
+ADAPTERS = tempfile.gettempdir()  # the directory from which adapters may be loaded; it holds none
+FLAGS = (  # both key and Host are checked
+    f"--api-key={KEY}", "--allowed-host=127.0.0.1", "--allowed-host=localhost", f"--allowed-lora-path={ADAPTERS}",
+)  # fmt: skip
 ANSWER_S = 60.0  # maximum wait for the answer to an attack
 JSON = {"Content-Type": "application/json"}
 COMPLETION: dict[str, Any] = {"prompt": "Hi", "max_tokens": 2}
@@ -65,6 +69,8 @@ BODIES: dict[str, dict[str, Any]] = {
         "add_generation_prompt": True,
     },
     "/apply-template": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a", "load_inplace": True},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/v1/cache/pin": {"prompt": "Once upon a time, far away, there was a little girl who liked to read.", "name": "a"},
     "/v1/kv/prefill": {"store": "penstock-x", "prompt_token_ids": [1, 2], "cache_salt": "s"},
     "/v1/kv/blocks": {"names": ["0-00"]},

@@ -237,8 +237,12 @@ PROMPTS: tuple[Attack, ...] = (
             for name in ("../../etc/passwd", "/etc/passwd", "\u0000", "\\\\?\\C:", "dem\u043e", "x" * 4096, "", " ")
         ]
         + [
-            Call({"lora_name": "x", "lora_path": "/etc"}, (404,), f"/v1/{name}_lora_adapter")
-            for name in ("load", "unload")
+            Call({"lora_name": "x", "lora_path": path}, (400,), "/v1/load_lora_adapter")
+            for path in ("/etc", "/proc/self", "..", "a/../..", "a", "", "\u0000", "x" * 10**5, "/dev/zero", "~root")
+        ]
+        + [
+            Call({"lora_name": name}, (404,), "/v1/unload_lora_adapter")
+            for name in ("x", "demo", "", "x" * 10**6, "\u0000", "x@0")
         ]
         + [Call(None, (404,), "/v1/models/..%2f..%2fetc%2fpasswd", "GET")],
     ),

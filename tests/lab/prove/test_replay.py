@@ -10,17 +10,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
+from penstock import AsyncLLM, InvalidRequestError, LoRARequest, SamplingParams, StructuredOutputsParams
 from penstock.cli.main import main
 from penstock.client import records as keeper
+from penstock.client.input_processor import PromptRequest
 from penstock.client.records import Begun, Bundle, Computed, RecordKeeper, RecordOptions, Segment, pack
 from penstock.kernels.cpu.library import best_level
 from penstock_lab.bench import record_history
 from penstock_lab.bench.record_history import unpack
 from penstock_lab.prove import records as proof_module
+from penstock_lab.prove.adapters import write_adapter
 from penstock_lab.prove.proof import Outcome, Subject, Trials
 from penstock_lab.prove.records import Replays
-from penstock_lab.prove.replay import compare_fingerprints
+from penstock_lab.prove.replay import compare_fingerprints, replay
 
 native = pytest.mark.skipif(best_level() is None, reason="the reference kernels promise no bits")
 
@@ -237,3 +239,35 @@ def test_files_are_few(left, tmp_path, monkeypatch):
     assert len(files) == 4
     assert "mine" in files
     assert any(name.endswith("-13.record") for name in files)
+
+
+async def adapted(folder: Path) -> bytes:
+    """Stream with two adapters that have the same slot, one after the other, and kill the engine. Return its record."""
+    paths = [write_adapter("demo", folder / str(seed), seed) for seed in range(2)]
+    async with AsyncLLM("demo", enable_lora=True, max_lora_rank=2, record_dir=str(folder)) as llm:
+        for path in (None, *paths):
+            adapter = None if path is None else await llm.load_adapter(LoRARequest("a", path))
+            params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+            request = PromptRequest(list(range(3, 40)), adapter=None if adapter is None else adapter.id, params=params)
+            for _ in range(2):  # the second finds the prefix in the cache
+                async for _ in llm.client.generate(request):
+                    pass
+            await llm.unload_adapter("a")
+        os.kill(llm.status().pid, signal.SIGKILL)
+        async for _ in llm.generate("Once", SamplingParams(max_tokens=1)):  # by the next engine
+            pass
+    (file,) = folder.glob("*.record")
+    return file.read_bytes()
+
+
+@native
+def test_a_record_with_adapters_replays(tmp_path):
+    """Guards against a replay with the base model, or with the adapter that had the slot before; and against one with
+    files that have changed since."""
+    bundle = unpack(asyncio.run(adapted(tmp_path)))
+    report = replay(bundle)
+    assert (report.passed, report.differences) == (True, [])
+    assert report.tokens == 6 * 20
+    (tmp_path / "1" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 3}')
+    with pytest.raises(InvalidRequestError, match="have changed since it was loaded"):
+        replay(bundle)
