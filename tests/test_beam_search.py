@@ -358,7 +358,7 @@ def test_logprobs_over_http() -> None:
         ({"temperature": 0.7}, "temperature", None),
         ({"n": 100}, "n", None),
         ({"early_stopping": "sometimes"}, "early_stopping", None),
-        ({"best_of": 4}, "best_of", "not_implemented"),
+        ({"best_of": 128}, "best_of", None),
     ],
 )
 def test_what_a_search_over_http_cannot_have(field: dict[str, Any], param: str, code: str | None) -> None:

@@ -407,7 +407,7 @@ def test_a_block_for_each_request_by_name(capsys: pytest.CaptureFixture[str]) ->
 def test_every_sampling_field_is_a_flag():
     """Guards against a field that only HTTP and Python know, beside what the client sets and how text is given."""
     without = {"detokenize", "output_kind", "bad_words_token_ids", "dry_sequence_breaker_ids"}
-    without |= {"guided_decoding", "pooling"}
+    without |= {"guided_decoding", "pooling", "thinking_token_ids"}
     flags = {item.name for item in options.sampling_fields()}
     assert flags == {field.name for field in fields(SamplingParams)} - without
     parser = ArgumentParser()

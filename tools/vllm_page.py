@@ -21,8 +21,9 @@ sys.path.insert(0, str(ROOT))
 from penstock.cli.main import build_parser  # noqa: E402
 from penstock.cli.options import flag_of  # noqa: E402
 from penstock.config import read_hints  # noqa: E402
+from penstock.server.client_fields import UNSUPPORTED  # noqa: E402
 from penstock.server.metrics import VLLM_NAMES  # noqa: E402
-from penstock.server.openai_requests import UNSUPPORTED, ChatRequest, CompletionRequest  # noqa: E402
+from penstock.server.openai_requests import ChatRequest, CompletionRequest  # noqa: E402
 from tools import written_page  # noqa: E402
 
 NAMES = ROOT / "tools" / "vllm_names.toml"
@@ -33,8 +34,8 @@ HEAD = """\
 # From vLLM
 
 Names and meanings are vLLM's wherever Penstock has the feature: `LLM`, `SamplingParams`, the flags of `serve`, the
-fields of requests. Nothing is accepted and ignored: an option or a field that is absent is an error that says what to
-do instead, which is also what the tables below say. `tools/vllm_page.py` writes this page from Penstock's own tables of
+fields of requests. Nothing is ignored in silence: an option or a field that is absent is an error that says what to do
+instead, which is also what the tables below say. `tools/vllm_page.py` writes this page from Penstock's own tables of
 options and fields; vLLM's names are those of version 0.11 and, as far as they are known, of later ones.
 
 | in vLLM | here |

@@ -34,6 +34,7 @@ from penstock.interface.messages import LoRARequest, ModelInfo
 from penstock.interface.outputs import PrefixUse
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError, handle, not_found, unavailable
+from penstock.server.client_fields import UNSUPPORTED_ROUTES
 from penstock.server.completions import create_chat_completion, create_completion, source_of
 from penstock.server.context import (
     FLOW,
@@ -102,7 +103,6 @@ from penstock.server.ollama import (
     show_ollama_model,
 )
 from penstock.server.openai_requests import (
-    UNSUPPORTED_ROUTES,
     BlocksRequest,
     ChatRequest,
     CompletionRequest,

@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
@@ -20,6 +20,7 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, LogprobsA
 from penstock.interface.sampling_params import FEW_LOGPROBS, SamplingParams
 from penstock.server import openai_responses as shapes
 from penstock.server.api_errors import ApiError
+from penstock.server.client_fields import without_unread_hints
 from penstock.server.context import ServerContext, json_response, log_of, model_of, read_body, within_limits
 from penstock.server.generation import EventStream, Generation, sse_data, until_disconnect
 from penstock.server.inputs import (
@@ -30,6 +31,7 @@ from penstock.server.inputs import (
     completion_params,
     completion_prompts,
     cut_prompts,
+    ending_before_suffix,
     num_top,
     rules_of,
     salted,
@@ -63,7 +65,8 @@ async def _create(
     prompts_of: Callable[[ServerContext, Body, ModelInfo], Awaitable[list[PromptRequest]]],
 ) -> Response:
     """Validate the request, run it, and send the answer whole or as a stream."""
-    body = await read_body(request, body_type)
+    body: Any = await read_body(request, body_type)
+    body = body.with_tools() if isinstance(body, ChatRequest) else body
     body.check()
     context, log = await model_of(request, body.model), log_of(request)
     info = context.info()
@@ -73,10 +76,15 @@ async def _create(
     context.arrive(log)  # refuse it before spending time on the prompt
     params = params_of(body, info)
     await check_form(request, body, params)
-    prompts = await cut_prompts(context, body, params, await prompts_of(context, body, info))
-    prompts = salted(request, body.cache_salt, prompts)
+    read = body
+    if isinstance(body, ChatRequest) and context.options.unknown_fields == "warn":
+        read = without_unread_hints(body, context.tokenizer().chat_template, log.ignored)
+    prompts = await cut_prompts(context, body, params, await prompts_of(context, read, info))
+    prompts = salted(request, uuid4().hex if body.cache_prompt is False else body.cache_salt, prompts)
     if isinstance(body, ChatRequest):
         params = await with_rules(context, body, rules_of(context, body, prompts[0]), params)
+    elif body.suffix:
+        params = ending_before_suffix(context, params)
     params = within_limits(request, params, prompts, priority=body.priority, timeout_s=body.timeout)
     answer_id = f"{SHAPES[kind].id_prefix}-{uuid4().hex}"
     if body.resumable:
@@ -103,7 +111,8 @@ def _shape(kind: str, body: Any, generation: Generation, envelope: dict[str, Any
     names = None
     if body.logprobs is not None or body.prompt_logprobs is not None:
         names = shapes.TokenNames(generation.context.tokenizer(), as_ids=bool(body.return_tokens_as_token_ids))
-    return SHAPES[kind](body, generation, names, {"id": generation.id, **envelope})
+    tier = {} if body.service_tier is None else {"service_tier": "default"}
+    return SHAPES[kind](body, generation, names, {"id": generation.id, **envelope, **tier})
 
 
 @dataclass(slots=True)
@@ -145,11 +154,24 @@ class Shape(ABC, Generic[Body]):
         choices = [
             self._choice(index, output, choice)
             for index, output in enumerate(outputs)
-            for choice in sorted(output.outputs, key=lambda choice: choice.index)
+            for choice in self._best(output.outputs)
         ]
         more = {"usage": self.generation.usage(), "seed": self.generation.seed(), **self._prompt_fields(outputs[0])}
         more["timeline"] = self._timeline()
         return shapes.Completion(object=self.whole_object, choices=choices, **self.envelope, **more)
+
+    def _best(self, choices: list[CompletionOutput]) -> list[CompletionOutput]:
+        """List the choices of the answer to one prompt: in their order, or the best of best_of."""
+        ordered = sorted(choices, key=lambda choice: choice.index)
+        if self.body.best_of is None:
+            return ordered
+        ordered.sort(key=lambda choice: -(choice.cumulative_logprob or 0.0))
+        return [replace(choice, index=index) for index, choice in enumerate(ordered[: self._num_choices])]
+
+    @property
+    def _num_choices(self) -> int:
+        """The number of choices of the answer to one prompt."""
+        return self.generation.params.n if self.body.best_of is None else self.body.n or 1
 
     async def chunks(self) -> AsyncGenerator[shapes.Completion | None, None]:
         """Yield the chunks as they come, and None after each keep-alive interval without output."""
@@ -220,7 +242,8 @@ class ChatShape(Shape[ChatRequest]):
     def __post_init__(self) -> None:
         context, prompts = self.generation.context, self.generation.prompts
         rules = rules_of(context, self.body, prompts[0])
-        self._answers = ChatAnswers(self.generation.id, rules, context.tokenizer() if rules.marks else None)
+        tokenizer = context.tokenizer() if rules.marks else None
+        self._answers = ChatAnswers(self.generation.id, rules, tokenizer, legacy=bool(self.body.functions))
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -297,7 +320,7 @@ class CompletionShape(Shape[CompletionRequest]):
 
     def _choice(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> shapes.CompletionChoice:
         """Format a choice, or its new part in a stream. The first part echoes the prompt if `echo` is set."""
-        index = prompt_index * self.generation.params.n + choice.index
+        index = prompt_index * self._num_choices + choice.index
         first = index not in self._begun
         self._begun.add(index)
         prompt = self.generation.prompts[prompt_index]
@@ -326,7 +349,7 @@ class CompletionShape(Shape[CompletionRequest]):
         writer = self._writers[index]
         if not echo:
             return writer.write(choice.token_ids, choice.logprobs or [])
-        prompt_index = index // self.generation.params.n
+        prompt_index = index // self._num_choices
         ids = self.generation.prompts[prompt_index].token_ids
         places = output.prompt_logprobs or self._prompt_logprobs.get(prompt_index, [])
         prompt_lists = writer.write(ids, shapes.cut(ids, places, num_top(self.body.logprobs)))
@@ -339,7 +362,7 @@ SHAPES: dict[str, type[Shape[Any]]] = {"completions": CompletionShape, "chat": C
 # --- what a chat answer consists of -----------------------------------------------------------------------------------
 
 
-TOOL_CALLS = "tool_calls"
+TOOL_CALLS, FUNCTION_CALL = "tool_calls", "function_call"
 
 
 class ChatAnswers:
@@ -347,9 +370,11 @@ class ChatAnswers:
 
     Attributes:
         num_reasoning_tokens: in all choices so far.
+        legacy: whether a call is shown as function_call, as in the API before tools.
     """
 
-    def __init__(self, answer_id: str, rules: Rules, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, answer_id: str, rules: Rules, tokenizer: Tokenizer | None, *, legacy: bool = False) -> None:
+        self.legacy = legacy
         self.num_reasoning_tokens = 0
         self._id = answer_id
         self._rules = rules
@@ -364,7 +389,10 @@ class ChatAnswers:
         shaped = shapes.ChatMessage(role="assistant", content=message.content)
         if message.reasoning:
             shaped.reasoning_content = shaped.reasoning = message.reasoning
-        if message.calls:
+        if message.calls and self.legacy:
+            shaped.content = message.content or None
+            shaped.function_call = {"name": message.calls[0].name, "arguments": message.calls[0].arguments}
+        elif message.calls:
             shaped.content = message.content or None
             shaped.tool_calls = [
                 _shown_call(self.call_id(choice.index, number), call.name, call.arguments)
@@ -382,7 +410,9 @@ class ChatAnswers:
             return None
         parser = self._parsers.get(choice.index)
         calls = parser is not None and parser.num_calls and choice.finish_reason is FinishReason.STOP
-        return TOOL_CALLS if calls else choice.finish_reason.value
+        if calls:
+            return FUNCTION_CALL if self.legacy else TOOL_CALLS
+        return choice.finish_reason.value
 
     def parts(self, choice: CompletionOutput) -> list[Part]:
         """Parse a choice: the parts that its new text adds, or all parts of a whole choice."""
@@ -413,6 +443,9 @@ class ChatAnswers:
             return shapes.Delta(content=part.text)
         if part.kind is Kind.REASONING:
             return shapes.Delta(reasoning_content=part.text, reasoning=part.text)
+        if self.legacy:
+            named = {"name": part.text, "arguments": ""}
+            return shapes.Delta(function_call=named if part.kind is Kind.CALL else {"arguments": part.text})
         if part.kind is Kind.CALL:
             return shapes.Delta(
                 tool_calls=[{"index": part.call, **_shown_call(self.call_id(index, part.call), part.text, "")}]

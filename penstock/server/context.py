@@ -27,6 +27,7 @@ from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server.accounts import Account
 from penstock.server.api_errors import OLLAMA_PATHS, ApiError, not_found, unavailable
+from penstock.server.client_fields import take_ignored
 from penstock.server.kept_calls import KeptCalls, Source
 from penstock.server.keys import KeyRing
 from penstock.server.metrics import Metrics
@@ -250,8 +251,8 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         raise ApiError(415, f"Content-Type is {shown}; {hint}", code="unsupported_media_type")
     content = await request.body()
     if len(content) > LARGE_BODY:  # in a thread, so that others are served between the steps
-        return await asyncio.to_thread(_decoded, content, kind, log_of(request))
-    return _decoded(content, kind, log_of(request))
+        return await asyncio.to_thread(_decoded, request, content, kind)
+    return _decoded(request, content, kind)
 
 
 def _may_leave_type_out(request: Request) -> bool:
@@ -264,9 +265,11 @@ def _may_leave_type_out(request: Request) -> bool:
     return request.scope["path"].startswith(OLLAMA_PATHS) and not is_from_page
 
 
-def _decoded(content: bytes, kind: type[Body], log: RequestLog) -> Body:
-    parsed = parse(content, kind)
+def _decoded(request: Request, content: bytes, kind: type[Body]) -> Body:
+    parsed, log = parse(content, kind), log_of(request)
     log.labels = label_text(parsed)
+    if context_of(request).options.unknown_fields == "warn":
+        log.ignored = take_ignored(parsed, kind.place)
     return to_request(parsed, kind)
 
 

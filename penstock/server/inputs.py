@@ -35,13 +35,14 @@ from penstock.errors import (
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams, fields_of
 from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
+from penstock.server.client_fields import MAX_MESSAGES
 from penstock.server.context import FLOW, ServerContext, account_of, context_of
 from penstock.server.generation import until_disconnect
 from penstock.server.openai_requests import (
-    MAX_MESSAGES,
     Body,
     ChatRequest,
     CompletionRequest,
+    GenerationRequest,
     Message,
     NamedChoice,
     Tool,
@@ -57,6 +58,7 @@ from penstock.tokenizer.answers import (
     thinking_ids,
 )
 from penstock.tokenizer.chat_template import takes_several_calls
+from penstock.tokenizer.fill_in import fill_in_of
 from penstock.tokenizer.template_variables import KWARGS, check_template_kwargs
 from penstock.tokenizer.tokenizer import (
     RenderedChat,
@@ -110,9 +112,10 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
     """List the prompts of a call in order; `body.prompt` is a text, token ids, or a list of either."""
     items = split_texts("prompt", body.prompt)
     limit, is_cut = context.options.max_choices, body.truncate_prompt_tokens is not None
-    if len(items) * (body.n or 1) > limit:
+    if len(items) * body.num_choices > limit:
         name = "n" if len(items) == 1 else "prompt"
-        message = f"{name}: {len(items)} prompts times n = {body.n or 1} are too many; at most {limit} choices per call"
+        many = f"{len(items)} prompts times n = {body.num_choices}"
+        message = f"{name}: {many} are too many; at most {limit} choices per call"
         raise InvalidRequestError(message, param=name)
     for item in items:
         if not isinstance(item, str):
@@ -121,7 +124,9 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
     total = sum(len(item) for item in items if isinstance(item, str))
     prompts = []
     for item in items:
-        if isinstance(item, str):
+        if body.suffix:
+            prompts.append(await _between(context, body, item, info))
+        elif isinstance(item, str):
             special = body.add_special_tokens is not False
             how = {"add_special_tokens": special, "is_cut": is_cut}
             ids = await _encode(context, item, info, "prompt", **how, total=total)
@@ -132,6 +137,30 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
             prompts.append(PromptRequest(item, text))
         await asyncio.sleep(0)
     return prompts
+
+
+async def _between(
+    context: ServerContext, body: CompletionRequest, item: str | list[int], info: ModelInfo
+) -> PromptRequest:
+    """Make the prompt that asks for the text between a prompt and its suffix."""
+    fill_in, suffix = fill_in_of(context.tokenizer()), body.suffix or ""
+    if fill_in is None or not isinstance(item, str):
+        what = "this model's tokenizer has no tokens for filling in" if fill_in is None else "the prompt must be a text"
+        raise InvalidRequestError(f"suffix: {what}", param="suffix")
+    check_prompt_length(item + suffix, info.max_model_len)
+    special = body.add_special_tokens is not False
+    work = partial(fill_in.prompt, context.tokenizer(), item, suffix, add_special_tokens=special)
+    ids = await _tokenizing(context, work, len(item) + len(suffix))
+    if body.truncate_prompt_tokens is None:
+        check_num_tokens("prompt", len(ids), info.max_model_len)
+    return PromptRequest(ids, item)
+
+
+def ending_before_suffix(context: ServerContext, params: SamplingParams) -> SamplingParams:
+    """Let an answer between a prompt and its suffix end at the tokens that do not belong to it."""
+    fill_in = fill_in_of(context.tokenizer())
+    more = () if fill_in is None else fill_in.stop_token_ids
+    return params.settled(stop_token_ids=tuple(dict.fromkeys([*(params.stop_token_ids or ()), *more])))
 
 
 async def cut_prompts(
@@ -273,8 +302,8 @@ def _implied(context: ServerContext, body: ChatRequest) -> dict[str, Any]:
 
 def _turn(message: Message) -> dict[str, Any]:
     """Convert a message for the template. The role `developer` becomes `system`, the name that templates know."""
-    if message.role == "function":
-        text = "messages: the role function is not supported; its newer name is tool, with a tool_call_id"
+    if message.role == "function" or message.function_call is not None:
+        text = "messages: the role function is only supported by chat completions; its newer name is tool"
         raise NotSupportedError(text, param="messages")
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     turn["content"] = to_builtins(message.content)
@@ -313,6 +342,8 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
     """
     own: dict[str, Any] = {"logprobs": body.logprobs}
     check_listed(body)
+    if body.max_tokens == -1:
+        own["max_tokens"] = None
     if body.max_tokens == 0:
         for name, is_wrong in (("max_tokens", not body.echo), ("use_beam_search", body.use_beam_search)):
             if is_wrong:
@@ -332,8 +363,11 @@ def chat_params(body: ChatRequest, info: ModelInfo) -> SamplingParams:
     own: dict[str, Any] = {"max_tokens": info.default_sampling.get("max_tokens")}
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(body, name)
-        check_int(name, value, 1, MAX_TOKENS, optional=True)
-        own["max_tokens"] = own["max_tokens"] if value is None else value
+        if value == -1:
+            own["max_tokens"] = None
+        elif value is not None:
+            check_int(name, value, 1, MAX_TOKENS)
+            own["max_tokens"] = value
     check_int("top_logprobs", body.top_logprobs, -1, MAX_LOGPROBS, optional=True)
     check_listed(body)
     if body.logprobs:
@@ -360,6 +394,11 @@ def sampling_params(body: Body, info: ModelInfo, own: dict[str, Any], *, streams
     if {**given, **own}.get("use_beam_search"):  # nothing is sampled
         defaults = {name: value for name, value in defaults.items() if name not in NOISE}
     own |= {"structured_outputs": form_of(body), "output_kind": kind}
+    if isinstance(body, GenerationRequest):
+        if body.repeat_penalty is not None:
+            own["repetition_penalty"] = body.repeat_penalty
+        if body.best_of is not None:
+            own |= {"n": body.best_of, "logprobs": own.get("logprobs") or 0}
     params = SamplingParams(**{**defaults, **given, **own})
     params.check_vocabulary(info.vocab_size)
     return params

@@ -25,6 +25,7 @@ from penstock.errors import InvalidRequestError, NotSupportedError, check_int
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason
 from penstock.interface.sampling_params import MAX_TOKENS
+from penstock.server.client_fields import without_unread_hints
 from penstock.server.completions import ChatAnswers
 from penstock.server.context import ServerContext, context_of, json_response, log_of, model_of, read_body, within_limits
 from penstock.server.generation import EventStream, Generation, until_disconnect
@@ -512,8 +513,12 @@ async def count_tokens(request: Request) -> Response:
 
 async def _chat(request: Request, body: CountRequest) -> ChatRequest:
     """Convert a body; a large one in a thread, so that others are served meanwhile."""
-    convert = partial(chat_of, context_of(request), body)
-    return await asyncio.to_thread(convert) if len(await request.body()) > CONVERTED_AT_ONCE else convert()
+    context, is_large = context_of(request), len(await request.body()) > CONVERTED_AT_ONCE
+    convert = partial(chat_of, context, body)
+    chat = await asyncio.to_thread(convert) if is_large else convert()
+    if context.options.unknown_fields == "warn":
+        chat = without_unread_hints(chat, context.tokenizer().chat_template, log_of(request).ignored)
+    return chat
 
 
 def model_card(name: str, created: int, info: ModelInfo) -> Event:

@@ -55,9 +55,9 @@ logger = logging.getLogger("penstock.server")
 class _SentResponse:
     """A `send` that adds common headers and records the status, whether the response streams and whether it ended."""
 
-    def __init__(self, send: Send, request_id: str, path: str) -> None:
+    def __init__(self, send: Send, log: RequestLog, path: str) -> None:
         self._send = send
-        self._request_id = request_id
+        self._log = log
         self._media = NDJSON if path.startswith(OLLAMA_PATHS) else EVENT_STREAM
         self._names_id = path.startswith(ANTHROPIC_PATHS)  # whose clients look for another header
         self.status: int | None = None
@@ -68,9 +68,11 @@ class _SentResponse:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["Date"] = formatdate(usegmt=True)
-            headers["X-Request-Id"] = self._request_id
+            headers["X-Request-Id"] = self._log.request_id
             if self._names_id:
-                headers["Request-Id"] = self._request_id
+                headers["Request-Id"] = self._log.request_id
+            if self._log.ignored:
+                headers["X-Ignored-Fields"] = ", ".join(self._log.ignored)
             headers["X-Content-Type-Options"] = "nosniff"
             self.status = message["status"]
             self.streams = headers.get("content-type") == self._media.decode()
@@ -87,6 +89,7 @@ class BoundaryMiddleware:
         self._options = options
         self._metrics = metrics
         self._refusals = _RefusalLines()
+        self._ignored: set[str] = set()  # fields of bodies that were ignored and logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -98,7 +101,7 @@ class BoundaryMiddleware:
         log = RequestLog(visible_request_id(headers.get("x-request-id")))
         log.traceparent, log.tracestate = headers.get("traceparent"), headers.get("tracestate")
         scope.setdefault("state", {})["log"] = log
-        sent = _SentResponse(send, log.request_id, scope["path"])
+        sent = _SentResponse(send, log, scope["path"])
         status = CLIENT_GONE
         try:
             await self._app(scope, receive, sent)
@@ -123,6 +126,10 @@ class BoundaryMiddleware:
         refused_early = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
         route = getattr(scope.get("route"), "path", refused_early)
         self._metrics.requests.labels(route, str(status)).inc()
+        for name in log.ignored.keys() - self._ignored:
+            self._ignored.add(name)
+            text = "requests have the field %s, which is ignored: it says %s (sent by %s); --unknown-fields refuse"
+            logger.warning(text, name, log.ignored[name].about, log.ignored[name].clients)
         if log.error is not None:
             self._metrics.errors.labels(log.error.code or str(log.error.status)).inc()
         if log.timeline is not None:

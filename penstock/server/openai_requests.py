@@ -1,19 +1,20 @@
 """Request bodies with the field names of OpenAI and vLLM, decoded strictly. Knows no engine.
 
-The structs declare the supported parameters; UNSUPPORTED lists those that clients know and this server refuses.
-Any other name is an error. Every parameter may be null, which means "not given". SamplingParams checks the ranges.
+The structs declare the supported parameters; client_fields.py has those that clients know and this server refuses or
+ignores. Any other name is an error. Every parameter may be null, which means "not given". SamplingParams checks the
+ranges.
 """
 
 import contextlib
 import re
 from collections.abc import Iterator
-from itertools import islice
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import msgspec
 
-from penstock.errors import InvalidRequestError, NotSupportedError, check_float, fail, shown
-from penstock.interface.sampling_params import TYPES, fields_of, unknown_field
+from penstock.errors import InvalidRequestError, check_float, check_int, fail
+from penstock.interface.sampling_params import MAX_CHOICES, TYPES, fields_of, unknown_field
+from penstock.server.client_fields import strip_unsupported
 from penstock.tokenizer.answers import Function
 
 # --- tools ------------------------------------------------------------------------------------------------------------
@@ -187,17 +188,30 @@ def with_sampling_fields(body: type[Body]) -> type[Body]:
     return cast(type[Body], made)
 
 
+ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
+
+
 class StreamOptions(Strict, kw_only=True, frozen=True):
     include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(ComputingRequest, kw_only=True, frozen=True):
-    """The fields that completions and chat completions share, beside those that `with_sampling_fields` adds."""
+    """The fields that completions and chat completions share, beside those that `with_sampling_fields` adds.
+
+    Attributes:
+        max_tokens: -1 goes to the end of the context, as None does in SamplingParams.
+        best_of: answers that are computed; the n with the highest cumulative log-probability are returned.
+        repeat_penalty: llama.cpp's name of repetition_penalty.
+        cache_prompt: llama.cpp's; False finds no cached prefix, and leaves none for other requests.
+        service_tier: the answer says that it was served as "default".
+    """
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    best_of: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
@@ -217,8 +231,19 @@ class GenerationRequest(ComputingRequest, kw_only=True, frozen=True):
     resumable: bool | None = None
     timeline: bool | None = None
     prompt_cache_key: str | None = None
+    repeat_penalty: float | None = None
+    cache_prompt: bool | None = None
+    service_tier: ServiceTier | None = None
 
     def check(self) -> None:
+        if self.best_of is not None:
+            check_int("best_of", self.best_of, max(self.n or 1, 1), MAX_CHOICES)
+            for name in ("stream", "use_beam_search"):
+                if getattr(self, name) and self.best_of > (self.n or 1):
+                    raise InvalidRequestError(f"best_of: more than n is not allowed with {name}", param="best_of")
+        if self.repeat_penalty is not None and getattr(self, "repetition_penalty", None) is not None:
+            message = "repeat_penalty: not allowed with repetition_penalty, its name here"
+            raise InvalidRequestError(message, param="repeat_penalty")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
         if self.resumable and not self.stream:
@@ -232,6 +257,11 @@ class GenerationRequest(ComputingRequest, kw_only=True, frozen=True):
             message = "timeline: not allowed with resumable: such a stream has the same bytes whenever it is computed"
             raise InvalidRequestError(message, param="timeline")
         super().check()
+
+    @property
+    def num_choices(self) -> int:
+        """The number of answers that are computed for each prompt."""
+        return self.best_of or self.n or 1
 
     @property
     def usage_at_end(self) -> bool:
@@ -249,8 +279,14 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     place: ClassVar[str] = "completions"
 
     prompt: str | list[Any]
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix and self.echo:
+            raise InvalidRequestError("suffix: not allowed with echo: the answer ends no text", param="suffix")
 
 
 class ContentPart(Strict, kw_only=True, frozen=True):
@@ -276,6 +312,7 @@ class Message(Strict, kw_only=True, frozen=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     parsed: Any = None
@@ -292,6 +329,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[FunctionDefinition] | None = None
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: Effort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -311,6 +350,33 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             message = "max_completion_tokens: differs from max_tokens, its older name; give one of them"
             raise InvalidRequestError(message, param="max_completion_tokens")
+
+    def with_tools(self) -> "ChatRequest":
+        """Write the functions of the older API as tools, and their calls and results as those of tools. `functions`
+        stays: it asks for an answer in its own form, with one call at most."""
+        in_turns = any(turn.function_call or turn.role == "function" for turn in self.messages)
+        if not self.functions and not in_turns and not isinstance(self.function_call, FunctionName):
+            return self
+        if self.tools is not None or self.tool_choice is not None:
+            raise InvalidRequestError("functions: not allowed with tools, their newer name", param="functions")
+        messages: list[Message] = []
+        call_id = None
+        for index, turn in enumerate(self.messages):
+            if turn.function_call is not None and not turn.tool_calls:
+                call_id = f"f{index:08}"  # nine letters and digits, the kind that all templates take
+                call = ToolCall(id=call_id, function=turn.function_call)
+                turn = msgspec.structs.replace(turn, function_call=None, tool_calls=[call])
+            elif turn.role == "function":
+                turn = msgspec.structs.replace(turn, role="tool", tool_call_id=call_id)
+            messages.append(turn)
+        choice = self.function_call
+        return msgspec.structs.replace(
+            self,
+            messages=messages,
+            tools=[Tool(type="function", function=function) for function in self.functions or ()],
+            tool_choice=NamedChoice(function=choice) if isinstance(choice, FunctionName) else choice,
+            parallel_tool_calls=False if self.functions else None,
+        )
 
     # What the tool fields mean together.
 
@@ -491,188 +557,3 @@ def _invalid_field(message: str) -> InvalidRequestError:
         what += f"; it must be one of {', '.join(ROLES)}"
     param = ".".join(part for part in (path, field) if part) or None
     return InvalidRequestError(f"{param or 'the body'}: {what[0].lower()}{what[1:]}", param=param, code=code)
-
-
-# --- what this server refuses of OpenAI's and vLLM's parameters and routes --------------------------------------------
-# Applied to the decoded JSON before it is converted, so that the bodies declare only supported fields.
-
-
-MAX_MESSAGES = 4096  # in a conversation; also the number of parts of a message that are searched
-INSIDE = {  # place -> the fields in which lists of other places are
-    "block": {"content": "block"},
-    "chat": {"messages": "message"},
-    "message": {"content": "part"},
-    "messages": {"messages": "turn", "tools": "client_tool"},
-    "ollama_chat": {"messages": "ollama_message"},
-    "pin": {"messages": "message"},
-    "responses": {"tools": "tool"},
-    "tokenize": {"messages": "message"},
-    "turn": {"content": "block"},
-}
-# Places whose `type` may be unsupported -> the field that holds them. Anthropic's types of tools end in a date.
-OF_TYPE = {"block": "messages", "client_tool": "tools", "part": "messages", "tool": "tools"}
-DATE = re.compile(r"_20\d{6}")
-
-
-class Unsupported(NamedTuple):
-    """The refusal of a parameter.
-
-    Attributes:
-        places: the routes, or parts of a body, where clients send the parameter; elsewhere it is an unknown name.
-        neutral: values that mean the same as leaving the parameter out. Like null, they are accepted.
-        forbidden: whether a request may never set it.
-        instead: what there is instead; without it, support is planned.
-    """
-
-    places: str = "completions chat"
-    neutral: tuple[Any, ...] = ()
-    forbidden: bool = False
-    instead: str = ""
-
-
-KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}  # an edit of a context that removes nothing
-UNSUPPORTED: dict[str, Unsupported] = {
-    "annotations": Unsupported("message", ([],)),
-    "allowed_callers": Unsupported("client_tool", (["direct"],)),
-    "apply_patch": Unsupported("tool"),
-    "bash": Unsupported("client_tool"),
-    "audio": Unsupported("chat message"),
-    "best_of": Unsupported(neutral=(1,)),
-    "chat_template": Unsupported("completions chat responses tokenize pin", forbidden=True),
-    "chat_template_kwargs": Unsupported("completions", ({},), instead="a prompt is not rendered; see /tokenize"),
-    "citations": Unsupported("block", ([],)),
-    "code_execution": Unsupported("client_tool"),
-    "code_interpreter": Unsupported("tool"),
-    "computer": Unsupported("tool client_tool"),
-    "container": Unsupported("messages"),
-    "container_upload": Unsupported("block"),
-    "context_management": Unsupported("messages", ({"edits": []}, {"edits": [KEEPS_ALL]})),
-    "computer_use_preview": Unsupported("tool"),
-    "context": Unsupported("ollama_generate", ([],), instead="send the conversation to /api/chat"),
-    "conversation": Unsupported("responses"),
-    "custom": Unsupported("tool"),
-    "defer_loading": Unsupported("client_tool", (False,)),
-    "document": Unsupported("block"),
-    "documents": Unsupported("completions", ([],), instead="a prompt is not rendered; chat completions take them"),
-    "echo": Unsupported("chat", (False,)),
-    "enable_response_messages": Unsupported("responses", (False,)),
-    "file": Unsupported("part"),
-    "file_search": Unsupported("tool"),
-    "function_call": Unsupported("chat message", ("none", "auto")),
-    "functions": Unsupported("chat", ([],)),
-    "guided_decoding_backend": Unsupported(neutral=("auto", "guidance"), instead="llguidance is the only backend"),
-    "guided_whitespace_pattern": Unsupported(instead="it is whitespace_pattern in structured_outputs"),
-    "image": Unsupported("block"),
-    "image_generation": Unsupported("tool"),
-    "image_url": Unsupported("part"),
-    "include_reasoning": Unsupported("chat responses", (True,)),
-    "images": Unsupported("ollama_message ollama_generate", ([],)),
-    "inference_geo": Unsupported("messages"),
-    "input_audio": Unsupported("part"),
-    "input_examples": Unsupported("client_tool", ([],)),
-    "kv_transfer_params": Unsupported("completions chat responses"),
-    "local_shell": Unsupported("tool"),
-    "max_tool_calls": Unsupported("responses"),
-    "mcp": Unsupported("tool"),
-    "mcp_servers": Unsupported("messages", ([],)),
-    "mcp_toolset": Unsupported("client_tool"),
-    "memory": Unsupported("client_tool"),
-    "media_io_kwargs": Unsupported("completions chat responses tokenize", forbidden=True),
-    "mm_processor_kwargs": Unsupported("completions chat responses tokenize", forbidden=True),
-    "modalities": Unsupported("chat", (["text"],)),
-    "moderation": Unsupported("responses"),
-    "namespace": Unsupported("tool"),
-    "output_attentions": Unsupported(neutral=(False,)),
-    "output_hidden_states": Unsupported(neutral=(False,)),
-    "prediction": Unsupported("chat"),
-    "previous_input_messages": Unsupported("responses"),
-    "prompt": Unsupported("responses"),
-    "prompt_cache_retention": Unsupported("responses", ("in_memory",)),
-    "prompt_embeds": Unsupported("completions"),
-    "redacted_thinking": Unsupported("block"),
-    "refusal": Unsupported("message part"),
-    "search_result": Unsupported("block"),
-    "server_tool_use": Unsupported("block"),
-    "service_tier": Unsupported("completions chat responses messages", ("auto", "default", "standard_only")),
-    "shell": Unsupported("tool"),
-    "shift": Unsupported("ollama_chat ollama_generate", (False,)),
-    "speed": Unsupported("messages", ("standard",)),
-    "store": Unsupported(neutral=(False,)),
-    "structural_tag": Unsupported(),
-    "suffix": Unsupported("completions ollama_generate", ("",)),
-    "template": Unsupported("ollama_generate", ("",), forbidden=True),
-    "text_editor": Unsupported("client_tool"),
-    "tool_search": Unsupported("tool"),
-    "tool_search_tool_bm25": Unsupported("client_tool"),
-    "tool_search_tool_regex": Unsupported("client_tool"),
-    "toolset_name": Unsupported("block"),
-    "top_logprobs": Unsupported("responses", (0,)),
-    "truncate": Unsupported("ollama_chat ollama_generate", (False,)),
-    "video_url": Unsupported("part"),
-    "verbose": Unsupported("ollama_show", (False,)),
-    "vllm_xargs": Unsupported("completions chat responses"),
-    "web_fetch": Unsupported("client_tool"),
-    "web_search": Unsupported("tool client_tool"),
-    "web_search_2025_08_26": Unsupported("tool"),
-    "web_search_options": Unsupported("chat"),
-    "web_search_preview": Unsupported("tool"),
-}
-
-UNSUPPORTED_ROUTES = (
-    "/v1/responses/{id}/input_items",
-    "/v1/responses/input_tokens",
-    "/v1/responses/compact",
-    "/v1/completions/render",
-    "/v1/chat/completions/render",
-    "/load",
-    *(f"/api/{name}" for name in ("create", "copy", "delete", "push")),
-)
-
-
-def strip_unsupported(body: Any, place: str) -> None:
-    """Remove from `body`, in place, the unsupported parameters whose value changes nothing.
-
-    Args:
-        body: decoded JSON. Anything but an object is ignored here, and refused by the typed decoding.
-        place: selects the rows of the table that apply, by their `places`.
-
-    Raises NotSupportedError for a planned parameter and InvalidRequestError for a forbidden one.
-    """
-    if not isinstance(body, dict):
-        return
-    if place in OF_TYPE and isinstance(kind := body.get("type"), str) and _applies(DATE.sub("", kind), place):
-        raise _refusal(OF_TYPE[place], {"type": kind})
-    _check_best_of(body)
-    for name in sorted(UNSUPPORTED.keys() & body.keys()):
-        if _applies(name, place) and not _is_neutral(name, value := body.pop(name)):
-            raise _refusal(name, value)
-    for key, inner in INSIDE.get(place, {}).items():
-        items = body.get(key)
-        for item in islice(items, MAX_MESSAGES) if isinstance(items, list) else ():
-            strip_unsupported(item, inner)
-
-
-def _check_best_of(body: dict[str, Any]) -> None:
-    """Refuse a best_of that is less than n: the best of one answer cannot be several."""
-    best_of, n = body.get("best_of"), body.get("n")
-    if type(best_of) is int and type(n) is int and best_of < n:
-        raise InvalidRequestError(f"best_of: {best_of} is less than n = {shown(n)}", param="best_of")
-
-
-def _applies(name: str, place: str) -> bool:
-    return name in UNSUPPORTED and place in UNSUPPORTED[name].places.split()
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    """Check that a value changes nothing. Types count: true is not 1."""
-    return value is None or any(value == same and type(value) is type(same) for same in UNSUPPORTED[name].neutral)
-
-
-def _refusal(name: str, value: Any) -> InvalidRequestError:
-    if name in UNSUPPORTED and UNSUPPORTED[name].forbidden:
-        message = f"{name}: not accepted from a request; the model's own template and processing are used"
-        return InvalidRequestError(message, param=name, code="not_allowed")
-    if name in UNSUPPORTED and UNSUPPORTED[name].instead:
-        message = f"{name}: {shown(value)} is not supported; {UNSUPPORTED[name].instead}"
-        return InvalidRequestError(message, param=name, code="not_supported")
-    return NotSupportedError(f"{name}: {shown(value)} is not supported; this is not built yet", param=name)

@@ -67,6 +67,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: dict[str, str] | UnsetType = UNSET  # of the older API
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -77,6 +78,7 @@ class Delta(msgspec.Struct, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: dict[str, str] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -105,6 +107,7 @@ class Completion(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     timeline: dict[str, Any] | UnsetType = UNSET
+    service_tier: str | UnsetType = UNSET
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------

@@ -217,6 +217,12 @@ class ServerOptions:
         'variables of the chat template, like {"enable_thinking": false}; requests may override each of them',
         metavar="JSON",
     )
+    unknown_fields: str = option(
+        "warn",
+        ("warn", "refuse"),
+        "a field of a request that a known client sends and that cannot change the text: warn ignores it, names it in "
+        "the answer's header X-Ignored-Fields and logs it once; other unknown fields are refused (default: warn)",
+    )
     journal: str | None = option(
         None,
         str,

@@ -24,8 +24,9 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
 from penstock.server.api_errors import ApiError, unavailable
+from penstock.server.client_fields import MAX_MESSAGES, without_unread_hints
 from penstock.server.completions import ChatAnswers
-from penstock.server.context import ServerContext, context_of, json_response, model_of, read_body, within_limits
+from penstock.server.context import ServerContext, context_of, json_response, log_of, model_of, read_body, within_limits
 from penstock.server.generation import Generation, until_disconnect
 from penstock.server.inputs import (
     chat_prompts,
@@ -38,7 +39,6 @@ from penstock.server.inputs import (
 )
 from penstock.server.kept_calls import Frame, KeptCall
 from penstock.server.openai_requests import (
-    MAX_MESSAGES,
     Allowed,
     AllowedChoice,
     AllowedEntry,
@@ -48,6 +48,7 @@ from penstock.server.openai_requests import (
     FunctionDefinition,
     FunctionName,
     NamedChoice,
+    ServiceTier,
     Strict,
     Tool,
     to_request,
@@ -271,6 +272,7 @@ class ResponseRequest(ComputingRequest, kw_only=True, frozen=True):
     truncation: Literal["auto", "disabled"] | None = None
     structured_outputs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    service_tier: ServiceTier | None = None
     prompt_cache_key: str | None = None
 
     def check(self) -> None:
@@ -585,6 +587,8 @@ async def create_response(request: Request) -> Response:
     params = response_params(body, info)
     await check_form(request, body, params)
     chat = chat_of(body)
+    if context.options.unknown_fields == "warn":
+        chat = without_unread_hints(chat, context.tokenizer().chat_template, log_of(request).ignored)
     with naming_the_response():
         if body.truncation == "auto":
             prompts = await latest_prompts(context, chat, info, body.max_output_tokens)

@@ -19,6 +19,7 @@ from penstock.interface.outputs import RequestOutput
 from penstock.interface.timeline import Arrivals, Interval, IntervalKind, RequestMetrics, Timeline
 from penstock.server.accounts import Lease
 from penstock.server.api_errors import ApiError
+from penstock.server.client_fields import Ignored
 
 MAX_LABEL = 64  # characters of a label in the log
 MAX_LABEL_ITEMS = 6  # items kept of an object or a list, one more than `shown` prints
@@ -41,6 +42,7 @@ class RequestLog:
         traceparent, tracestate: the W3C headers that identify the caller's span.
         timeline: of the call, set when its generation begins.
         error: what the client was told went wrong.
+        ignored: the fields of the body that were ignored, by name.
         is_arriving: whether the request is counted in ServerContext.arriving.
         lease: what the request holds of its key's account; None: it computes nothing.
     """
@@ -56,6 +58,7 @@ class RequestLog:
     tracestate: str | None = None
     timeline: "CallTimeline | None" = None
     error: ApiError | None = None
+    ignored: dict[str, Ignored] = field(default_factory=dict)
     is_arriving: bool = False
     lease: Lease | None = None
     num_prompt_tokens: int = 0

@@ -18,6 +18,7 @@ from msgspec import inspect
 
 from penstock import PenstockError
 from penstock.server.app import LoadAdapterRequest, UnloadAdapterRequest
+from penstock.server.client_fields import UNSUPPORTED
 from penstock.server.embeddings import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -36,7 +37,6 @@ from penstock.server.ollama import (
     OllamaShowRequest,
 )
 from penstock.server.openai_requests import (
-    UNSUPPORTED,
     BlocksRequest,
     ChatRequest,
     CompletionRequest,

@@ -101,7 +101,7 @@ def test_options() -> None:
     ("wrong", "param"),
     [
         ({"n_predict": -3}, "n_predict"),
-        ({"n_probs": 99}, "n_probs"),
+        ({"n_probs": 2**21}, "n_probs"),
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
         ({"repeat_penalty": 0}, "repeat_penalty"),
         ({"samplers": ["top_k"]}, "samplers"),

@@ -11,7 +11,7 @@ import pytest
 import schemathesis
 
 from penstock.server.app import BODIES, _routes
-from penstock.server.openai_requests import UNSUPPORTED_ROUTES
+from penstock.server.client_fields import UNSUPPORTED_ROUTES
 from penstock_lab.prove.attacks.attack import BODIES as EXAMPLES
 from tests.server.harness import QUIET, app_client
 

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from penstock.server.client_fields import UNSUPPORTED
 from penstock.server.llama_cpp import NativeCompletionRequest
-from penstock.server.openai_requests import UNSUPPORTED, ChatRequest, CompletionRequest
+from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import app_client

@@ -75,7 +75,7 @@ SAMPLING: tuple[Attack, ...] = (
         )),
     ),
     on_both("n without bounds (CVE-2026-34756)", *each("n", [10**9, 2**31, 2**63, 257, 0, -1, 1.5])),
-    refused("best_of (CVE-2024-8939)", {"best_of": 10**6}, {"best_of": 2, "n": 1}, {"best_of": 1, "n": 2}),
+    refused("best_of (CVE-2024-8939)", {"best_of": 10**6}, {"best_of": 2, "stream": True}, {"best_of": 1, "n": 2}),
     refused(
         "too many prompts in a call (CVE-2026-73559)",
         {"prompt": ["a"] * 200_000},
@@ -85,7 +85,7 @@ SAMPLING: tuple[Attack, ...] = (
     refused("empty prompts (CVE-2024-8768)", *each("prompt", ["", [], [[]], [""], ["a", ""], [[1], []]])),
     refused("no messages", {"messages": []}, {"messages": None}, {"messages": {}}, path=CHAT_PATH),
     on_both(
-        "max_tokens out of range (vLLM #6707)", *each("max_tokens", [-1, 0, 2**31, 2**63, -(2**63), 10**300, 1e300])
+        "max_tokens out of range (vLLM #6707)", *each("max_tokens", [-2, 0, 2**31, 2**63, -(2**63), 10**300, 1e300])
     ),
     on_both("max_tokens of another type", *each("max_tokens", ["5", True, [5], {}, 1.5, NAN])),
     on_both("temperature (GHSA-7h4p-rffg-7823)", *each("temperature", [*NUMBERS, 1e308, -1, -1e-45, 10**40])),
