@@ -150,7 +150,7 @@ async def _between(
     check_prompt_length(item + suffix, info.max_model_len)
     special = body.add_special_tokens is not False
     work = partial(fill_in.prompt, context.tokenizer(), item, suffix, add_special_tokens=special)
-    ids = await _tokenizing(context, work, len(item) + len(suffix))
+    ids = await tokenizing(context, work, len(item) + len(suffix))
     if body.truncate_prompt_tokens is None:
         check_num_tokens("prompt", len(ids), info.max_model_len)
     return PromptRequest(ids, item)
