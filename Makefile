@@ -8,7 +8,7 @@ SOURCES := penstock penstock_lab tests tools examples benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-page check format readme pictures prove matrix structure docs wheel newcomer bench compare real
-.PHONY: clean sanitize
+.PHONY: clean sanitize clients
 .PHONY: installed installed-test installed-docs
 
 demo: installed
@@ -99,6 +99,10 @@ sanitize: installed-test
 		tests/kernels/test_native_attention_int8.py \
 		tests/kernels/test_native_sampler.py tests/kernels/test_native_experts.py tests/kernels/test_native_int8.py \
 		tests/kernels/test_native_int4.py tests/kernels/test_native_finish.py tests/kernels/test_native_pool.py
+
+# make clients [NAMES="openai litellm"]: other projects' clients against a server of the demo model; writes the table of docs/clients.md
+clients: installed-test
+	@$(BIN)/python -m tools.clients $(or $(NAMES),--write)
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

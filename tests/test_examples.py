@@ -1,7 +1,8 @@
-"""Every script of examples/ runs as it stands there, and shows what it says."""
+"""Every script of examples/ runs as it stands there, and shows what it says; so do other projects' clients."""
 
 import json
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -140,3 +141,16 @@ def test_a_batch_of_files(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["batch_jsonl.py", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")])
     runpy.run_path(str(ROOT / "examples" / "batch_jsonl.py"), run_name="__main__")
     assert (tmp_path / "out.jsonl").read_text(encoding="utf-8").startswith('{"prompt": "One day", "n": 1, "text": ')
+
+
+@pytest.mark.parametrize("name", ["anthropic", "coding_agent", "ollama", "openai"])
+def test_client(name: str, url: str) -> None:
+    """Guards against a client that no longer works; the others need packages of their own: `make clients`."""
+    if name != "coding_agent":
+        pytest.importorskip(name)
+    folder = ROOT / "tools" / "clients"
+    command = [sys.executable, folder / "features.py", folder / "examples" / f"{name}.py", url]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = {line["feature"]: line["error"] for line in map(json.loads, done.stdout.splitlines())}
+    assert found, done.stderr
+    assert set(found.values()) == {None}, found

@@ -14,15 +14,17 @@ prefill_ratio of them wait for each one that decodes. Unlike there, a request wa
 """
 
 import itertools
+import os
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock import LLM, InvalidRequestError, NotSupportedError, RequestFailedError, SamplingParams
+from penstock import LLM, InvalidRequestError, RequestFailedError, SamplingParams
 from penstock import register_logits_processor as register_logit_processor
 from penstock.errors import check_int, fail
-from penstock_lab.compat.colossalai_config import PROCESSORS, InferenceConfig, fields_of, sampling_of
+from penstock_lab.compat.colossalai_config import BEAMS, PROCESSORS, InferenceConfig, fields_of, sampling_of
 from penstock_lab.compat.colossalai_policy import (
     ModulePolicyDescription,
     Policy,
@@ -87,9 +89,8 @@ class InferenceEngine:
         self.inference_config = inference_config or InferenceConfig()
         if model_policy is not None:
             model_or_path = with_policy(model_or_path, model_policy)
-        self.llm = LLM(model=model_or_path, tokenizer=tokenizer, **self.inference_config.engine_options())
-        client: Any = self.llm.engine
-        client.engine.scheduler.policy.max_model_len = self.inference_config.max_input_len + 1  # ends the last class
+        self._model, self._tokenizer = model_or_path, tokenizer
+        self._start()
         self._generation: dict[str, Any] = {}
         self._numbers = itertools.count()
         self._open: set[int] = set()  # numbers of the requests that wait or run
@@ -97,6 +98,12 @@ class InferenceEngine:
         if verbose:
             for option, choice in self.llm.engine.model_info.choices_made.items():
                 print(f"{option} = {choice}", file=sys.stderr)
+
+    def _start(self, **options: Any) -> None:
+        config = self.inference_config
+        self.llm = LLM(model=self._model, tokenizer=self._tokenizer, **{**config.engine_options(), **options})
+        client: Any = self.llm.engine
+        client.engine.scheduler.policy.max_model_len = config.max_input_len + 1  # ends the last class
 
     def generate(
         self,
@@ -209,11 +216,28 @@ class InferenceEngine:
         finished, self._finished = self._finished, []
         return finished
 
-    def enable_spec_dec(self, *_: Any, **__: Any) -> None:
-        """Raise NotSupportedError: an engine takes its draft model at the start only."""
-        raise NotSupportedError(
-            "enable_spec_dec: use LLM(..., speculative_config={...}), which takes the draft model at the start"
-        )
+    def enable_spec_dec(self, drafter_model: Any, n_spec_tokens: int | None = None) -> None:
+        """Start again with a draft model: a model object of Transformers, a directory or a name.
+
+        Raises:
+            InvalidRequestError: requests are open, the config has no use_spec_dec, or n_spec_tokens is wrong.
+            ModelLoadError: the draft model cannot be used with this model.
+        """
+        if self._open or not self.inference_config.use_spec_dec:
+            why = "requests are open" if self._open else "the InferenceConfig needs use_spec_dec=True"
+            raise InvalidRequestError(f"enable_spec_dec: {why}", param="drafter_model")
+        if n_spec_tokens is not None:
+            self.inference_config = replace(self.inference_config, max_n_spec_tokens=n_spec_tokens)
+        before = self.llm
+        with tempfile.TemporaryDirectory() as directory:
+            if not isinstance(drafter_model, str | os.PathLike):
+                drafter_model.save_pretrained(directory)
+                drafter_model = directory
+            self._start(speculative_config=self.inference_config.drafts(model=str(drafter_model)))
+        before.shutdown()  # it goes on if the draft model cannot be used
+
+    def disable_spec_dec(self) -> None:
+        """Do nothing: drafts change no token, and none is computed that does not pay."""
 
     def shutdown(self) -> None:
         """Release the model. A second call does nothing."""
@@ -244,7 +268,7 @@ class InferenceEngine:
             raise fail("max_new_tokens", asked["max_tokens"], allowed)
         sampling = config.sampling()
         if "temperature" in asked:  # do_sample is given, so it replaces the config's own choice of sampling
-            kept = ("max_tokens", "ignore_eos", *PROCESSORS)
+            kept = ("max_tokens", "ignore_eos", *BEAMS, *PROCESSORS)
             sampling = {name: value for name, value in sampling.items() if name in kept}
         return SamplingParams(**(sampling | asked))
 

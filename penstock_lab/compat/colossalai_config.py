@@ -18,14 +18,14 @@ from penstock.spec.generation_config import HARMLESS, OF_A_CALL, REFUSED, not_ne
 TYPES = {"fp16": "bfloat16", "bf16": "bfloat16", "fp32": "float32"}
 TYPES |= {"torch.float16": "bfloat16", "torch.bfloat16": "bfloat16", "torch.float32": "float32"}
 PROCESSORS = ("repetition_penalty", "no_repeat_ngram_size", "forced_eos_token_id")  # these apply without sampling, too
+MAX_BEAMS = 64
+BEAMS = ("use_beam_search", "n", "early_stopping")
 TEMPLATE_FIELD = "{input_text}"
 
 # Fields that must keep their default, and why.
 REASONS = {
-    "LLM.beam_search searches with beams": "beam_width early_stopping",
     "sequences are packed without padding": "pad_input",
-    "LLM(speculative_config=...) decodes speculatively": "use_spec_dec max_n_spec_tokens glimpse_large_kv",
-    "LLM(directory, tensor_parallel_size=..., pipeline_parallel_size=...) splits a model": "tp_size pp_size",
+    "it is for drafts of a GLIDE model, which are not built": "glimpse_large_kv",
     "a pipeline chooses its micro-batches itself": "micro_batch_size micro_batch_buffer_size",
     "kernels are chosen automatically, and there is no CUDA graph": (
         "use_cuda_kernel use_cuda_graph max_context_len_to_capture"
@@ -33,6 +33,10 @@ REASONS = {
     "products always accumulate in float32": "high_precision",
     "it is for diffusion models, which are not supported": "patched_parallelism_size",
 }
+OF_SWITCHES = (  # field, default, and the field without which it does nothing
+    ("start_token_size", 4, "enable_streamingllm"), ("generated_token_size", 512, "enable_streamingllm"),
+    ("max_n_spec_tokens", 5, "use_spec_dec"),
+)  # fmt: skip
 FIXED = {name: reason for reason, names in REASONS.items() for name in names.split()}
 
 
@@ -50,6 +54,11 @@ class InferenceConfig:
         ignore_eos: continue after the model's end tokens.
         block_size: tokens per block of the cache.
         prefill_ratio: requests begin when this many wait for each one that decodes; None means 1.2.
+        beam_width: more than 1 searches with so many beams, whose best answer is returned.
+        early_stopping: when a search ends, as in Transformers.
+        use_spec_dec: decode with up to max_n_spec_tokens drafts per step, which change no token; they come from the
+            request's own text, or from the draft model that `enable_spec_dec` is given.
+        tp_size, pp_size: ranks that share each layer, and stages of layers; the model is then a directory or a name.
         enable_streamingllm: every token sees the first start_token_size tokens and the last generated_token_size ones.
 
     Raises:
@@ -100,12 +109,17 @@ class InferenceConfig:
         if str(self.dtype) not in TYPES:
             raise fail("dtype", self.dtype, "one of " + ", ".join(TYPES))
         SchedulerConfig(scheduling_policy="length_classes", prefill_ratio=self.prefill_ratio)
-        for name in ("do_sample", "ignore_eos", "enable_streamingllm"):
+        for name in ("do_sample", "ignore_eos", "enable_streamingllm", "use_spec_dec"):
             check_bool(name, getattr(self, name))
-        for name, default in (("start_token_size", 4), ("generated_token_size", 512)):
+        for name, default, switch in OF_SWITCHES:
             check_int(name, value := getattr(self, name), 1, MAX_CONTEXT - 1)
-            if value != default and not self.enable_streamingllm:
-                raise fail(name, value, f"{default} without enable_streamingllm, which it is for")
+            if value != default and not getattr(self, switch):
+                raise fail(name, value, f"{default} without {switch}, which it is for")
+        check_int("beam_width", self.beam_width, 1, MAX_BEAMS)
+        if self.early_stopping and self.beam_width == 1:
+            raise fail(
+                "early_stopping", self.early_stopping, "false with a beam_width of 1, with which nothing is searched"
+            )
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZES.step} up to {BLOCK_SIZES[-1]}")
         if self.kv_cache_dtype == "fp8":
@@ -133,7 +147,14 @@ class InferenceConfig:
             "kv_cache_dtype": self.kv_cache_dtype or "auto",
             "attention_sinks": self.start_token_size if self.enable_streamingllm else None,
             "sliding_window": self.generated_token_size if self.enable_streamingllm else None,
+            "tensor_parallel_size": self.tp_size,
+            "pipeline_parallel_size": self.pp_size,
+            "speculative_config": self.drafts(method="ngram") if self.use_spec_dec else None,
         }
+
+    def drafts(self, **source: str) -> dict[str, Any]:
+        """Spell the config of drafts from a source: a method, or a model."""
+        return {**source, "num_speculative_tokens": self.max_n_spec_tokens}
 
     def sampling(self) -> dict[str, Any]:
         """Collect the fields of SamplingParams.
@@ -146,6 +167,8 @@ class InferenceConfig:
         SamplingParams(**given)  # also checks what do_sample=False ignores
         if not self.do_sample:
             given = {"temperature": 0.0} | {name: given[name] for name in PROCESSORS if name in given}
+        if self.beam_width > 1:
+            given |= {"use_beam_search": True, "n": self.beam_width, "early_stopping": bool(self.early_stopping)}
         return given | {"max_tokens": self.max_output_len, "ignore_eos": self.ignore_eos}
 
     def formatted(self, prompt: str) -> str:
@@ -183,6 +206,9 @@ def _read(read: ConfigReader, fields: Mapping[str, Any], num_prompt_tokens: int)
     if ends is not None:  # these ids replace the model's own end tokens
         sampling |= {"stop_token_ids": ends if isinstance(ends, list) else [ends], "ignore_eos": True}
     read.raw("bos_token_id")
+    if read.has("num_beams") and (num_beams := read.integer("num_beams", 1, MAX_BEAMS)) > 1:
+        sampling |= {"use_beam_search": True, "n": num_beams}
+        sampling |= {name: read.raw(name) for name in ("early_stopping", "length_penalty") if read.has(name)}
     processors = {name: fields[name] for name in fields if name in REGISTERED and read.has(name)}
     if processors:
         sampling["logits_processors"] = processors

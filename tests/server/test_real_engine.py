@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from penstock_lab.prove.servers import QUICK
-from tests.official import official_client
+from tests.official import anthropic_client, official_client, ollama_client
 from tests.server.harness import WAIT_S, get, wait_until
 from tests.server.test_sockets import post
 
@@ -180,3 +180,115 @@ def test_sigterm_ends_it_with_0(served: Served) -> None:
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(WAIT_S) == 0
     wait_until(lambda: not Path(f"/proc/{engine_pid}").exists())
+
+
+# in the order, and with the keys, that Ollama's client keeps of a schema
+SUMMANDS = {
+    "type": "object",
+    "required": ["a", "b"],
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+}
+ADD: dict[str, Any] = {"name": "add", "description": "Adds two numbers.", "parameters": SUMMANDS}
+TEMPERATURE = 0.7  # with it, one other token in a prompt leads to other answers
+Turn = tuple[
+    str, list[dict[str, Any]], tuple[int, int]
+]  # text, arguments of calls, tokens of the prompt and the answer
+
+
+class ChatLoop:
+    """A conversation over chat completions. Those over the other APIs have the same methods."""
+
+    def __init__(self, served: Served) -> None:
+        self.client, self.url = served.openai, str(served.http.base_url)
+        self.items: list[Any] = []
+
+    def say(self, text: str) -> None:
+        self.items.append({"role": "user", "content": text})
+
+    def ask(self, seed: int) -> Turn:
+        tools: Any = [{"type": "function", "function": ADD}]
+        answer = self.client.chat.completions.create(
+            model="demo", messages=self.items, tools=tools, seed=seed, temperature=TEMPERATURE
+        )
+        message, usage = answer.choices[0].message, answer.usage
+        self.items.append(message.model_dump(exclude_none=True))
+        self.calls: list[Any] = message.tool_calls or []
+        counts = (usage.prompt_tokens, usage.completion_tokens)
+        return message.content or "", [json.loads(call.function.arguments) for call in self.calls], counts
+
+    def tell(self, results: list[str]) -> None:
+        for call, result in zip(self.calls, results, strict=True):
+            self.items.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+class ResponsesLoop(ChatLoop):
+    def ask(self, seed: int) -> Turn:
+        answer = self.client.responses.create(
+            model="demo", input=self.items, tools=[{"type": "function", **ADD}], temperature=TEMPERATURE, store=False,
+            extra_body={"seed": seed},
+        )  # fmt: skip
+        self.items += answer.output
+        self.calls = [item for item in answer.output if item.type == "function_call"]
+        counts = (answer.usage.input_tokens, answer.usage.output_tokens)
+        return answer.output_text, [json.loads(call.arguments) for call in self.calls], counts
+
+    def tell(self, results: list[str]) -> None:
+        for call, result in zip(self.calls, results, strict=True):
+            self.items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+
+
+class MessagesLoop(ChatLoop):
+    def ask(self, seed: int) -> Turn:
+        tool = {"name": "add", "description": ADD["description"], "input_schema": SUMMANDS}
+        with anthropic_client(self.url, "k") as client:
+            answer = client.messages.create(
+                model="demo", messages=self.items, tools=[tool], max_tokens=500,
+                extra_body={"seed": seed, "temperature": TEMPERATURE},
+            )  # fmt: skip
+        self.items.append({"role": "assistant", "content": answer.content})
+        self.calls = [block for block in answer.content if block.type == "tool_use"]
+        text = "".join(block.text for block in answer.content if block.type == "text")
+        read = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+        return text, [call.input for call in self.calls], (read, answer.usage.output_tokens)
+
+    def tell(self, results: list[str]) -> None:
+        pairs = zip(self.calls, results, strict=True)
+        blocks = [{"type": "tool_result", "tool_use_id": call.id, "content": result} for call, result in pairs]
+        self.items.append({"role": "user", "content": blocks})
+
+
+class OllamaLoop(ChatLoop):
+    def ask(self, seed: int) -> Turn:
+        options = {"seed": seed, "temperature": TEMPERATURE}
+        with ollama_client(self.url, "k") as client:
+            answer = client.chat(
+                model="demo", messages=self.items, tools=[{"type": "function", "function": ADD}], options=options
+            )
+        self.items.append(answer.message)
+        self.calls = list(answer.message.tool_calls or ())
+        counts = (answer.prompt_eval_count, answer.eval_count)
+        return answer.message.content or "", [dict(call.function.arguments) for call in self.calls], counts
+
+    def tell(self, results: list[str]) -> None:
+        for call, result in zip(self.calls, results, strict=True):
+            self.items.append({"role": "tool", "tool_name": call.function.name, "content": result})
+
+
+def test_ten_calls_over_four_apis(served: Served) -> None:
+    """Guards against a conversation that has other tokens over another API: an agent that calls ten times, draws its
+    tokens, and sends back what it got."""
+    loops = [kind(served) for kind in (ChatLoop, ResponsesLoop, MessagesLoop, OllamaLoop)]
+    num_calls = 0
+    for number in range(10):
+        for loop in loops:
+            loop.say(f"What is {number} + 4?")
+        for step in range(3):
+            turns = [loop.ask(seed=10 * number + step) for loop in loops]
+            assert turns == [turns[0]] * 4
+            calls = turns[0][1]
+            num_calls += len(calls)
+            if not calls:
+                break
+            for loop in loops:
+                loop.tell([str(call.get("a", 0) + call.get("b", 0)) for call in calls])
+    assert num_calls >= 10

@@ -397,6 +397,38 @@ def iter_ended(engine: InferenceEngine) -> list[Any]:
     return ended
 
 
+def test_beams_drafts_and_ranks(tokenizer: Any, tmp_path: Path) -> None:
+    """Guards against a search with other results than Transformers', drafts and ranks that change tokens, and a draft
+    model that is not asked."""
+    model = make_llama(tmp_path, vocab_size=len(tokenizer))[0]
+    model.save_pretrained(tmp_path)
+    ids = tokenizer(PROMPTS[0])["input_ids"]
+
+    def answer(source: Any, **fields: Any) -> Any:
+        engine = engine_of(source, tokenizer, **fields)
+        try:
+            if fields.get("use_spec_dec"):
+                engine.enable_spec_dec(model, 3)
+                assert engine.llm.engine.engine.speculation is not None
+            return engine.generate(prompts_token_ids=[ids], return_token_ids=True)[1][0]
+        finally:
+            engine.shutdown()
+
+    ends = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    searched = model.generate(torch.tensor([ids]), num_beams=3, early_stopping=True, **ends)[0, len(ids) :].tolist()
+    assert answer(model, beam_width=3, early_stopping=True) == searched
+    greedy = answer(model)
+    assert greedy != searched
+    assert answer(model, use_spec_dec=True) == greedy
+    assert answer(str(tmp_path), tp_size=2) == greedy
+    engine = engine_of(model, tokenizer)
+    with pytest.raises(InvalidRequestError, match="needs use_spec_dec"):
+        engine.enable_spec_dec(model)
+    config = GenerationConfig(num_beams=3, early_stopping=True, **ends)
+    assert engine.generate(prompts_token_ids=[ids], return_token_ids=True, generation_config=config)[1][0] == searched
+    engine.shutdown()
+
+
 @pytest.mark.covers("C9")
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -411,7 +443,9 @@ def iter_ended(engine: InferenceEngine) -> list[Any]:
         ({"temperature": -1.0}, "temperature: -1.0 is not allowed"),
         ({"top_p": 2.0, "do_sample": True}, "top_p: 2.0 is not allowed"),
         ({"prompt_template": "llama"}, "prompt_template: 'llama' is not allowed"),
-        ({"beam_width": 2}, "beam_width: 2 is not allowed; it must be 1: LLM.beam_search searches with beams"),
+        ({"beam_width": 0}, "beam_width: 0 is not allowed; it must be an integer from 1"),
+        ({"early_stopping": True}, "early_stopping: True is not allowed; it must be false with a beam_width of 1"),
+        ({"max_n_spec_tokens": 3}, "max_n_spec_tokens: 3 is not allowed; it must be 5 without use_spec_dec"),
     ],
 )
 def test_bad_values_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
