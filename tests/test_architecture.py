@@ -89,7 +89,7 @@ LAB_USES: set[str] = {
     "penstock.runner.block_store", "penstock.runner.model_runner", "penstock.runner.sampler",
     "penstock.runner.structured",
     "penstock.server.app", "penstock.server.embeddings", "penstock.server.llama_cpp", "penstock.server.messages",
-    "penstock.server.ollama",
+    "penstock.server.models", "penstock.server.ollama",
     "penstock.server.client_fields", "penstock.server.openai_requests",
     "penstock.server.options", "penstock.server.responses", "penstock.server.serve", "penstock.server.tokens",
     "penstock.spec.config_file", "penstock.spec.config_reader", "penstock.spec.generation_config",

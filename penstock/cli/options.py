@@ -153,7 +153,9 @@ class _Model(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         before = getattr(namespace, "given_model", values)  # in words before; namespace.model may come from a file
-        if before not in (DEFAULT_MODEL, values):
+        if "=" in before and "=" in values and before != values:  # NAME=PATH of several models
+            values = f"{before},{values}"
+        elif before not in (DEFAULT_MODEL, values):
             parser.error(f"--model: {before} and {values} are two models; give one")
         namespace.model = namespace.given_model = values
         getattr(namespace, "sources", {}).pop("model", None)

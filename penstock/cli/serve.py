@@ -1,9 +1,10 @@
-"""`penstock serve`: serves one model over the OpenAI API. Does not import torch."""
+"""`penstock serve`: serves one model, or several, over the OpenAI API. Does not import torch."""
 
 import argparse
 import time
 from typing import Any
 
+from penstock.cli.models import add_pool_options, make_pool, named_models
 from penstock.cli.options import (
     UNSET,
     add_engine_options,
@@ -36,10 +37,11 @@ RAY_OPTIONS = {  # flag -> field of ReplicaOptions
     "target_queued_tokens": "target_queued_tokens",
     "cpus_per_replica": "num_cpus",
 }
-DESCRIPTION = "Serve a model over the OpenAI API. SIGTERM lets open requests finish."
+DESCRIPTION = "Serve a model, or several, over the OpenAI API. SIGTERM lets open requests finish."
 EXAMPLES = """examples:
   penstock serve                                        the demo model on http://127.0.0.1:8000
   penstock serve /models/llama --port 9000 --api-key secret --served-model-name llama
+  penstock serve --model small=/models/a,big=/models/b --memory 8GiB
   penstock serve --config penstock.yaml                 options from a file, named like the flags
   curl http://127.0.0.1:8000/v1/models
 """
@@ -47,6 +49,7 @@ EXAMPLES = """examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_pool_options(parser)
     group = parser.add_argument_group("server")
     late = ("otlp_traces_endpoint", "request_timeout_s")
     add_fields(group, ServerOptions, [name for name in given_names(ServerOptions) if name not in late])
@@ -118,6 +121,12 @@ def run(args: argparse.Namespace) -> int:
         return _serve_on_ray(options, ray_options, engine_options(args) | client)
     if ray_options:
         raise InvalidRequestError("max_replicas, target_queued_tokens, cpus_per_replica: only allowed with --on-ray")
+    models = named_models(args)
+    if models is not None:
+        pool = make_pool(args, models, engine_options(args) | client)
+        from penstock.server import serve
+
+        return serve.run(pool, options)
     llm = AsyncLLM(**engine_options(args), **client)  # the engine loads while the server's modules are imported
     from penstock.server import serve
 

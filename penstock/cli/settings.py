@@ -52,6 +52,15 @@ def settle(parser: argparse.ArgumentParser, words: list[str]) -> None:
     parser.set_defaults(sources=sources)
 
 
+def parse_table(parser: argparse.ArgumentParser, table: dict[str, Any], place: str) -> argparse.Namespace:
+    """Parse a table of options, as a file has them. A wrong one ends the process with an error that begins with the
+    place of the table."""
+    flags = _flags(parser)
+    for name, (source, value) in _named(parser, flags, table, f"{place}.").items():
+        flags[name].default = _value(parser, flags[name], source, value)
+    return parser.parse_args([])
+
+
 def _kinds(parser: argparse.ArgumentParser) -> "dict[str, argparse.ArgumentParser] | None":
     """Find the parsers of a command's kinds (`bench serve`); None for a command without kinds."""
     actions = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
@@ -81,7 +90,14 @@ def _from_file(parser: argparse.ArgumentParser, flags: Flags, words: list[str]) 
         parser.error(f"--config: {error}")
     if not isinstance(found, dict):
         parser.error(f"--config: {file} must have lines like port: 8000")
-    named = {str(key).replace("-", "_"): (f"{file}: {key}", value) for key, value in found.items()}
+    return _named(parser, flags, found, f"{file}: ")
+
+
+def _named(
+    parser: argparse.ArgumentParser, flags: Flags, found: dict[Any, Any], prefix: str
+) -> dict[str, tuple[str, Any]]:
+    """Find the flag of each option in a table, with its place and its value."""
+    named = {str(key).replace("-", "_"): (f"{prefix}{key}", value) for key, value in found.items()}
     for name, (source, _) in named.items():
         if name not in flags:
             parser.error(f"{source}: there is no such option{_advice(name, flags)}")

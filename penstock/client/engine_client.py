@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 
 class EngineState(StrEnum):
-    """STARTING until the first engine is ready; RECOVERING after a death; DRAINING takes no new requests."""
+    """STARTING until the first engine is ready; RECOVERING after a death; SLEEPING without an engine until one is
+    wanted; DRAINING takes no new requests."""
 
     STARTING = "starting"
     READY = "ready"
     RECOVERING = "recovering"
+    SLEEPING = "sleeping"
     DRAINING = "draining"
     FAILED = "failed"
 

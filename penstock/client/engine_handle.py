@@ -4,6 +4,7 @@
     watch      a process whose connection ends has died; one that is silent for too long is killed (Liveness)
     standby    a second process that has loaded its model and waits, so that a death costs no start-up time
     restart    `replace` lets the standby or a new process take over, under the next epoch, or gives up
+    sleep      the processes end, and `replace` waits for `wake_up`
     end        `give_up`, then `end` or `wait`
 
 Under it, EngineConnection is the client's end of the connection to one process; it knows neither restarts nor
@@ -220,6 +221,7 @@ class EngineHandle:
         restarts: number of processes that took over after the first.
         model_info: model description from the last process that was ready.
         failure: why there will be no engine any more; None as long as there may be one.
+        awake: set while an engine is wanted.
     """
 
     def __init__(
@@ -235,6 +237,8 @@ class EngineHandle:
         self.restarts = 0
         self.model_info: ModelInfo | None = None
         self.failure: PenstockError | None = None
+        self.awake = asyncio.Event()
+        self.awake.set()
         self._start_frame = start  # of the process started last
         self._deliver = deliver
         self._name = name
@@ -263,6 +267,8 @@ class EngineHandle:
     def state(self) -> EngineState:
         if self.failure is not None:
             return EngineState.FAILED
+        if not self.awake.is_set():
+            return EngineState.SLEEPING
         if self._process.is_ready:
             return EngineState.READY
         return EngineState.STARTING if self.model_info is None else EngineState.RECOVERING
@@ -311,21 +317,24 @@ class EngineHandle:
         if self.failure is not None:
             return None
         cause = self.connection.reason_of(code)
-        if self._is_leaving:
+        if not self.awake.is_set():
+            LOGGER.info("%s sleeps", self._name)
+        elif self._is_leaving:
             LOGGER.info("%s was released", self._name)
         else:
             LOGGER.warning("%s died (%s); its requests continue in another one", self._name, cause)
         return cause
 
     async def replace(self, *, explained: bool) -> None:
-        """Let another process take over after a death, unless there were too many deaths.
+        """Let another process take over after a death, unless there were too many deaths; if it sleeps, when it wakes.
 
         explained: whether a request is to blame for the death, so that it does not count.
         """
         dead = self._process
         assert dead.has_ended, "two processes of one engine would get the same requests"
-        deaths = 0 if explained or dead.connection.is_remote else _count_death(self._deaths)
-        self._failed_starts = 0 if dead.ready is not None or self._is_leaving else self._failed_starts + 1
+        slept = not self.awake.is_set()
+        deaths = 0 if explained or slept or dead.connection.is_remote else _count_death(self._deaths)
+        self._failed_starts = 0 if dead.ready is not None or self._is_leaving or slept else self._failed_starts + 1
         self._is_leaving = False
         if self._failed_starts >= MAX_FAILED_STARTS:
             died = EngineDeadError(f"{self._name} died {self._failed_starts} times before it was ready")
@@ -335,9 +344,12 @@ class EngineHandle:
         else:
             await asyncio.sleep(BACK_OFF_S * self._failed_starts)
         num_refused = 0
-        while self.failure is None:  # neither given up nor stopped meanwhile
+        while True:
+            await self.awake.wait()
+            if self.failure is not None:  # given up or stopped meanwhile
+                return
             try:
-                self._take_over(deaths)
+                self._take_over(deaths, slept=slept)
                 return
             except OSError as error:
                 num_refused += 1
@@ -348,18 +360,20 @@ class EngineHandle:
                 LOGGER.error("%s; trying again", reason)
                 await asyncio.sleep(BACK_OFF_S * num_refused)
 
-    def _take_over(self, deaths: int) -> None:
+    def _take_over(self, deaths: int, *, slept: bool) -> None:
         """Let the standby or a new process take over. Raise OSError if the system cannot start a process now."""
         dead, standby = self._process, self._standby
         self._standby = None
-        if standby is None or standby.has_ended:
+        if slept:
+            self._process = self._start()
+        elif standby is None or standby.has_ended:
             LOGGER.warning("restarting %s%s", self._name, f" (restart {deaths} of {MAX_DEATHS - 1})" if deaths else "")
             self._process = self._start()
         else:
             LOGGER.warning("the standby engine takes over (restart %d of %d)", deaths, MAX_DEATHS - 1)
             self._process = standby
         assert self._process.epoch > dead.epoch, "frames of the dead process would look like the new one's"
-        self.restarts += 1
+        self.restarts += not slept
         self._process.liveness.follow(dead.liveness)
         if self._process.ready is not None:
             self._handle(self._process.ready)
@@ -374,6 +388,7 @@ class EngineHandle:
     def give_up(self, reason: PenstockError) -> None:
         """End the processes and start no others. Only the first reason counts."""
         self.failure = self.failure or reason
+        self.awake.set()
         self.hang_up()
 
     def hang_up(self) -> None:
@@ -386,8 +401,18 @@ class EngineHandle:
         for process in self._processes():
             process.connection.end()
 
+    async def sleep(self) -> None:
+        """End the processes, which have nothing to do, and start no others until `wake_up`."""
+        self.awake.clear()
+        self.hang_up()
+        await self.wait()
+
+    def wake_up(self) -> None:
+        """Start a process again."""
+        self.awake.set()
+
     async def wait(self) -> None:
-        """Wait for the processes to end, after `give_up`."""
+        """Wait for the processes to end, after `give_up` or `sleep`."""
         for process in self._processes():
             await process.connection.wait()
             if process.running is not None and process.running.get_loop() is asyncio.get_running_loop():

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 from msgspec import structs
 
@@ -27,36 +26,16 @@ from penstock.client import frames
 from penstock.client.admission import QueuedTokens, Router, block_hashes
 from penstock.client.engine_client import EngineState, EngineStatus
 from penstock.client.engine_handle import EngineHandle, EnginePlan, taking_over, total_stats
-from penstock.client.open_requests import OpenRequest, OpenRequests
+from penstock.client.open_requests import EngineListener, OpenRequest, OpenRequests
 from penstock.client.prefixes import Pin
 from penstock.client.records import RecordKeeper, RecordOptions
-from penstock.errors import EngineDeadError, EngineError, InvalidRequestError, PenstockError
-from penstock.interface.messages import EngineOutput, EngineStats, ModelInfo
+from penstock.errors import EngineDeadError, EngineError, PenstockError
+from penstock.interface.messages import EngineOutput, ModelInfo
 from penstock.interface.timeline import IntervalKind
 
 LOGGER = logging.getLogger("penstock")
 DEATHS_BEFORE_TRIAL = 2
 OutputsLeft = Callable[[int, bool], float]  # (limit, whether choices never end early) -> expected outputs
-
-
-class EngineListener(Protocol):
-    """The owner of the requests, which is told about the engines that compute them."""
-
-    def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
-        """Handle a new engine. num_rows: rows of all engines that are ready."""
-
-    def engine_lost(self, index: int, num_rows: int, to_blame: OpenRequest | None) -> None:
-        """Handle a death. to_blame: the request that the engine was computing alone."""
-
-    def engine_failed(self, error: EngineDeadError) -> None:
-        """End all open requests: there will be no engine any more, or only one with other bits."""
-
-    def received(self, index: int, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
-        """Handle an engine's outputs."""
-
-    def rejected(self, request_id: str, error: InvalidRequestError) -> None:
-        """Handle an engine request, or the pin that it computes, that an engine has not accepted; or the id of an
-        adapter that it could not load again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -101,7 +80,7 @@ class Replica:
             stats=handle.liveness.stats,
             journal_requests=len(self.queued),
             queued_tokens=self.queued.total,
-            planned_memory={} if handle.model_info is None else handle.model_info.memory,
+            planned_memory={} if handle.model_info is None or not handle.awake.is_set() else handle.model_info.memory,
             peak_memory_bytes=handle.connection.peak_memory_bytes(),
             standby=handle.standby_status(),
         )
@@ -203,7 +182,8 @@ class Fleet:
         handle = replica.handle
         try:
             while (cause := await handle.wait_for_death(lambda: replica.recovery.recovered)) is not None:
-                replica.records.engine_died(cause)
+                if handle.awake.is_set():
+                    replica.records.engine_died(cause)
                 await handle.replace(explained=self._engine_lost(replica))
         except Exception as error:
             LOGGER.exception("the supervision of %s failed", replica.name)
@@ -211,6 +191,16 @@ class Fleet:
         finally:
             handle.hang_up()
         self._give_up(replica)
+
+    async def sleep(self) -> None:
+        """End the engines, which must have nothing to do. On return, their memory is free."""
+        self.settled.clear()
+        await asyncio.gather(*(replica.handle.sleep() for replica in self._replicas))
+
+    def wake_up(self) -> None:
+        """Start the engines again, each with a cache of the same size as before."""
+        for replica in self._replicas:
+            replica.handle.wake_up()
 
     def stop(self) -> None:
         """End all engines and start no others. A second call does nothing."""
@@ -256,7 +246,8 @@ class Fleet:
         if self.failure is not None:
             return EngineState.FAILED
         if not self.settled.is_set():
-            return EngineState.STARTING
+            is_asleep = self._replicas[0].handle.state is EngineState.SLEEPING
+            return EngineState.SLEEPING if is_asleep else EngineState.STARTING
         return EngineState.READY if any(replica.is_ready for replica in self._replicas) else EngineState.RECOVERING
 
     @property

@@ -18,11 +18,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from penstock.client.adapters import Adapters
 from penstock.client.prefixes import Pin, Prefixes
-from penstock.errors import PenstockError, RequestFailedError, invalid
-from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
+from penstock.errors import EngineDeadError, InvalidRequestError, PenstockError, RequestFailedError, invalid
+from penstock.interface.messages import EngineOutput, EngineRequest, EngineStats, Hypothesis, ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, Logprob, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.interface.step import TokenLogprobs
@@ -510,3 +511,23 @@ def _size(item: RequestOutput | PenstockError) -> int:
     if isinstance(item, PenstockError):
         return 0
     return sum(len(choice.token_ids) + sum(map(len, choice.logprobs or ())) for choice in item.outputs)
+
+
+class EngineListener(Protocol):
+    """The owner of the requests, which is told about the engines that compute them."""
+
+    def engine_ready(self, index: int, num_rows: int, info: ModelInfo) -> None:
+        """Handle a new engine. num_rows: rows of all engines that are ready."""
+
+    def engine_lost(self, index: int, num_rows: int, to_blame: OpenRequest | None) -> None:
+        """Handle a death. to_blame: the request that the engine was computing alone."""
+
+    def engine_failed(self, error: EngineDeadError) -> None:
+        """End all open requests: there will be no engine any more, or only one with other bits."""
+
+    def received(self, index: int, outputs: Sequence[EngineOutput], stats: EngineStats) -> None:
+        """Handle an engine's outputs."""
+
+    def rejected(self, request_id: str, error: InvalidRequestError) -> None:
+        """Handle an engine request, or the pin that it computes, that an engine has not accepted; or the id of an
+        adapter that it could not load again."""

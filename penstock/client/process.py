@@ -116,6 +116,11 @@ class ProcessClient:
             raise ModelLoadError("the model has no tokenizer.json")
         return self._tokenizer
 
+    @property
+    def failure(self) -> PenstockError | None:
+        """Why there will be no engine any more; None as long as there may be one."""
+        return self._fleet.failure
+
     def status(self) -> EngineStatus:
         state = self._fleet.state
         return replace(
@@ -354,6 +359,20 @@ class ProcessClient:
         deadline = time.monotonic() + timeout_s
         while len(self._requests) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+
+    async def sleep(self) -> None:
+        """End the engines and the text processes until `wake_up`. No request may be open. On return, their memory is
+        free; what is known of the model, pins and counters stay."""
+        await self._fleet.sleep()
+        if isinstance(self._tokenizer, IsolatedTokenizer):
+            await asyncio.to_thread(self._tokenizer.sleep)
+
+    async def wake_up(self) -> ModelInfo:
+        """Start the engines and a text process again, and wait until they are ready. Raises what `start` raises."""
+        self._fleet.wake_up()
+        if isinstance(self._tokenizer, IsolatedTokenizer):
+            await asyncio.to_thread(self._tokenizer.wake_up)
+        return await self.start()
 
     async def shutdown(self) -> None:
         """End the engines and the text processes. A second call only waits for the engines' processes."""

@@ -205,6 +205,15 @@ class IsolatedTokenizer:
         worker = self._short if num_chars <= LONG_TEXT else self._long
         return worker.call(function, args, options, num_chars=num_chars)
 
+    def sleep(self) -> None:
+        """End the text processes until `wake_up` or the next call."""
+        for worker in (self._short, self._long, *self._workers):
+            worker.sleep()
+
+    def wake_up(self) -> None:
+        """Start a text process, and wait until it has loaded the files. Raise what `load` raises."""
+        self._short.load()
+
     def close(self) -> None:
         """End the text processes. A second call does nothing."""
         for worker in (self._short, self._long, *self._workers):
@@ -288,6 +297,13 @@ class TextWorker:
                 self._child = _Child(self._folder, self._chosen)  # loads before the next call needs it
             if not child.was_killed or attempts == ATTEMPTS:
                 raise _cut_off(function, child.reason(cpu_s))
+
+    def sleep(self) -> None:
+        """End the process after the call under way. The next call starts another one."""
+        with self._lock:
+            if self._child is not None:
+                self._child.end()
+            self._child = None
 
     def close(self) -> None:
         """End the process, even in the middle of a call. A second `close` does nothing."""

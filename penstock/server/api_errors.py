@@ -5,19 +5,22 @@
 {"error": ..., "code": ..., "param": ...}
 """
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from penstock import errors
 
+T = TypeVar("T")
 MAX_MESSAGE = 500  # characters of an error message that are sent; the rest is cut off
 MAX_PARAM = 100
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -139,3 +142,31 @@ def _from_http(exc: HTTPException, path: str) -> ApiError:
 async def handle(request: Request, exc: Exception) -> Response:
     """Answer an exception that no route has handled; Starlette calls this."""
     return from_exception(exc, request.scope["path"]).noted(request.scope).response()
+
+
+# --- a caller who leaves --------------------------------------------------------------------------------------------
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`. If the client disconnects, cancel it, wait for its end and raise ClientGoneError.
+
+    Starlette cancels nothing by itself, so a plain handler would run on. The request's body must have been read, so
+    that the only message left to receive is the disconnect.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError("the client disconnected")
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+        del task, watcher  # an exception refers to this frame, and its task to the exception: a cycle
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -33,7 +33,7 @@ from penstock.interface.kv_transfer import MAX_BATCH, Progress
 from penstock.interface.messages import LoRARequest, ModelInfo
 from penstock.interface.outputs import PrefixUse
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
-from penstock.server.api_errors import ApiError, handle, not_found, unavailable
+from penstock.server.api_errors import ApiError, handle, not_found, unavailable, until_disconnect
 from penstock.server.client_fields import UNSUPPORTED_ROUTES
 from penstock.server.completions import create_chat_completion, create_completion, source_of
 from penstock.server.context import (
@@ -48,6 +48,7 @@ from penstock.server.context import (
     read_body,
     shown_adapter,
     shown_memory,
+    shown_model,
     shown_process,
     shown_replica,
     shown_stats,
@@ -64,7 +65,6 @@ from penstock.server.embeddings import (
     create_ranking,
     create_scores,
 )
-from penstock.server.generation import until_disconnect
 from penstock.server.inputs import chat_prompts, completion_prompts, salted
 from penstock.server.kept_calls import KeptCalls
 from penstock.server.keys import KeyRing
@@ -76,7 +76,7 @@ from penstock.server.llama_cpp import (
     list_slots,
     show_properties,
 )
-from penstock.server.messages import CountRequest, MessageRequest, count_tokens, create_message, model_card
+from penstock.server.messages import CountRequest, MessageRequest, count_tokens, create_message
 from penstock.server.metrics import Metrics
 from penstock.server.middleware import (
     BodyLimitMiddleware,
@@ -85,22 +85,26 @@ from penstock.server.middleware import (
     OverloadMiddleware,
     SiteMiddleware,
 )
+from penstock.server.models import (
+    OllamaPullRequest,
+    OllamaShowRequest,
+    list_models,
+    list_ollama_models,
+    list_ollama_processes,
+    ollama_version,
+    pull_ollama_model,
+    retrieve_model,
+    show_ollama_model,
+)
 from penstock.server.ollama import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
-    OllamaPullRequest,
-    OllamaShowRequest,
     create_ollama_chat,
     create_ollama_embed,
     create_ollama_embedding,
     create_ollama_text,
-    list_ollama_models,
-    list_ollama_processes,
-    ollama_version,
-    pull_ollama_model,
-    show_ollama_model,
 )
 from penstock.server.openai_requests import (
     BlocksRequest,
@@ -139,7 +143,6 @@ if TYPE_CHECKING:
 
 SOURCES = {"completions": source_of, "chat": source_of, "responses": ResponseSource}
 SHOWN_PREFIXES = 10
-ANTHROPIC_VERSION = "anthropic-version"  # the header that every client of Anthropic's API sends
 
 
 def create_app(models: ModelPool | EngineClient, options: ServerOptions | None = None) -> Starlette:
@@ -153,7 +156,7 @@ def create_app(models: ModelPool | EngineClient, options: ServerOptions | None =
     """
     options = options or ServerOptions()
     models = models if isinstance(models, ModelPool) else ModelPool.of(models)
-    metrics = Metrics(next(iter(models)).client)
+    metrics = Metrics(models)
     keys = KeyRing(options.api_key, options.api_key_file, metrics.note_use)
     app = Starlette(
         routes=_routes(),
@@ -273,14 +276,24 @@ async def live(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 only while the engine makes progress. A 503 has the engine's state, or "stuck", as `status`."""
-    context = context_of(request)
-    now = context.client.status()
-    state = EngineState.DRAINING if context.models.draining else now.state
-    if state is EngineState.READY and now.making_progress:
+    """Answer 200 while the engine makes progress; if there are several models, one of them, or the one in ?model=. A
+    503 has the engine's state, or "stuck", as `status`."""
+    context, name = context_of(request), request.query_params.get("model")
+    asked = context.all if name is None else [context.named(name)]
+    problems = [problem for one in asked if (problem := _problem(one)) is not None]
+    if len(problems) < len(asked):
         return json_response({"status": "ok"})  # as llama.cpp's clients read it
-    problem = "stuck" if state is EngineState.READY else state.value
-    raise unavailable(f"the engine is {problem}", status=problem)
+    raise unavailable(f"the engine is {problems[0]}", status=problems[0])
+
+
+def _problem(context: ServerContext) -> str | None:
+    """Name the state of a model's engine that keeps it from answering. One that sleeps is woken when it is wanted."""
+    now = context.model.status()
+    state = EngineState.DRAINING if context.models.draining else now.state
+    if state is EngineState.READY:
+        return None if now.making_progress else "stuck"
+    wakes = not context.model.pinned and state in (EngineState.SLEEPING, EngineState.STARTING)
+    return None if wakes else state.value
 
 
 async def ping(request: Request) -> Response:
@@ -308,10 +321,11 @@ async def version(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    """Answer with the engine's current state and counters. Only administrators see which prefixes are used."""
-    context = context_of(request)
-    prefixes = context.client.most_used_prefixes(SHOWN_PREFIXES) if is_administrator(request) else []
-    now = context.client.status()
+    """Answer with the current state and counters of the engine: the first model's, or that of ?model=. Only
+    administrators see which prefixes are used."""
+    context = context_of(request).named(request.query_params.get("model"))
+    client, now = context.model.loaded, context.model.status()
+    prefixes = client.most_used_prefixes(SHOWN_PREFIXES) if client is not None and is_administrator(request) else []
     draining = context.models.draining and now.state is not EngineState.FAILED
     answer = {
         "engine": shown_process(replace(now, state=EngineState.DRAINING) if draining else now),
@@ -322,12 +336,16 @@ async def status(request: Request) -> Response:
         "prefixes": [use_object(use) for use in prefixes],
         "aborted_total": now.num_aborted_total,
     }
-    if adapters := context.client.adapters():
+    if adapters := context.adapters():
         answer["adapters"] = [shown_adapter(adapter) for adapter in adapters]
     if now.remote_prefill is not None:
         answer["remote_prefill"] = asdict(now.remote_prefill)
     if len(now.replicas) > 1:
         answer["replicas"] = [shown_replica(engine) for engine in now.replicas]
+    if context.model.name is not None:
+        models = {model.name: shown_model(model) for model in context.models}
+        answer |= {"model": context.model.name, "models": models, "models_memory_bytes": context.models.held}
+        answer["models_memory_budget_bytes"] = context.models.budget
     return json_response(answer)
 
 
@@ -337,7 +355,8 @@ async def record(request: Request) -> Response:
     if not engine.isdecimal():
         raise fail("engine", engine[:100], "the index of an engine, from 0")
     try:
-        saved = await context_of(request).client.record(int(engine[:9]))
+        context = context_of(request).named(request.query_params.get("model"))
+        saved = await context.client.record(int(engine[:9]))
     except OSError as error:
         raise ApiError(500, f"the record cannot be written: {error.strerror}", code="record_not_written") from None
     headers = {"Content-Disposition": 'attachment; filename="penstock.record"', "Cache-Control": "no-store"}
@@ -376,43 +395,6 @@ async def metrics(request: Request) -> Response:
         model = ""
     body = context.metrics.exposition(model, context.options.metrics_names, _reader(request))
     return Response(body, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-
-# --- models and tokens ------------------------------------------------------------------------------------------------
-
-
-async def list_models(request: Request) -> Response:
-    """List the model under each of its names; for clients of Anthropic's API, as that describes models."""
-    context = context_of(request)
-    cards = [_card(one, request, name) for one in context.all for name in one.model_names()]
-    more: dict[str, Any] = {"object": "list"}
-    if ANTHROPIC_VERSION in request.headers:
-        more = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
-    return json_response({"data": cards, **more})
-
-
-async def retrieve_model(request: Request) -> Response:
-    """Describe the model."""
-    name = request.path_params["model"]
-    return json_response(_card(context_of(request).named(name), request, name))
-
-
-def _card(context: ServerContext, request: Request, name: str) -> dict[str, Any]:
-    """Describe a model as OpenAI does, with vLLM's fields and the model's certificate, or as Anthropic does."""
-    info, adapter = context.known_info(), context.adapter_named(name)
-    if ANTHROPIC_VERSION in request.headers:
-        return model_card(name, context.created, info)
-    return {
-        "id": name,
-        "created": context.created,
-        "root": name if adapter is None or not is_administrator(request) else adapter.source.lora_path,
-        "max_model_len": info.max_model_len,
-        "object": "model",
-        "owned_by": "penstock",
-        "parent": None if adapter is None else context.own_names()[0],
-        "permission": [],
-        "certificate": info.certificate if adapter is None else None,
-    }
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------
@@ -521,7 +503,8 @@ async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> 
 async def list_pins(request: Request) -> Response:
     """List the pinned prefixes."""
     check_administrator(request)
-    pins = context_of(request).client.pinned_prefixes()
+    context = context_of(request).named(request.query_params.get("model"))
+    pins = context.client.pinned_prefixes()
     return json_response({"object": "list", "data": [pin_object(use) for use in pins]})
 
 
@@ -529,7 +512,8 @@ async def delete_pin(request: Request) -> Response:
     """Let go of a pinned prefix."""
     check_administrator(request)
     name = request.path_params["name"]
-    if not context_of(request).client.unpin_prefix(name):
+    context = context_of(request).named(request.query_params.get("model"))
+    if not context.client.unpin_prefix(name):
         raise not_found(f"There is no pin with the name {ascii(name)[1:-1][:100]}.", "not_found", "name")
     return json_response({"name": name, "object": "cache.pin", "deleted": True})
 

@@ -19,10 +19,10 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, LogprobsAt, RequestOutput
 from penstock.interface.sampling_params import FEW_LOGPROBS, SamplingParams
 from penstock.server import openai_responses as shapes
-from penstock.server.api_errors import ApiError
+from penstock.server.api_errors import ApiError, until_disconnect
 from penstock.server.client_fields import without_unread_hints
 from penstock.server.context import ServerContext, json_response, log_of, model_of, read_body, within_limits
-from penstock.server.generation import EventStream, Generation, sse_data, until_disconnect
+from penstock.server.generation import EventStream, Generation, sse_data
 from penstock.server.inputs import (
     Rules,
     chat_params,
@@ -68,7 +68,7 @@ async def _create(
     body: Any = await read_body(request, body_type)
     body = body.with_tools() if isinstance(body, ChatRequest) else body
     body.check()
-    context, log = await model_of(request, body.model), log_of(request)
+    context, log = await model_of(request, body.model, body.timeout), log_of(request)
     info = context.info()
     envelope = {"model": context.shown_name(body.model), "system_fingerprint": context.fingerprint(log.adapter)}
     if (last := request.headers.get("last-event-id")) is not None:

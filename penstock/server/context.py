@@ -22,15 +22,15 @@ from penstock.client.engine_client import EngineClient, EngineStatus
 from penstock.client.input_processor import PromptRequest
 from penstock.client.model_pool import ModelPool, ServedModel
 from penstock.client.turns import Turns
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, PenstockError
 from penstock.interface.messages import EngineStats, ModelInfo
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server.accounts import Account
-from penstock.server.api_errors import OLLAMA_PATHS, ApiError, not_found, unavailable
+from penstock.server.api_errors import OLLAMA_PATHS, ApiError, not_found, unavailable, until_disconnect
 from penstock.server.client_fields import take_ignored
 from penstock.server.kept_calls import KeptCalls, Source
 from penstock.server.keys import KeyRing
-from penstock.server.metrics import Metrics
+from penstock.server.metrics import Metrics, ModelMetrics
 from penstock.server.openai_requests import Body, parse, to_request
 from penstock.server.options import ServerOptions
 from penstock.server.timelines import RequestLog, TimelineTable, label_text
@@ -77,7 +77,12 @@ class ServerContext:
 
     @property
     def client(self) -> EngineClient:
+        """The model's engine client. EngineDeadError (503) is raised if it has never been loaded."""
         return self.model.client
+
+    @property
+    def model_metrics(self) -> ModelMetrics:
+        return self.metrics.of(self.model.name)
 
     def named(self, name: str | None) -> "ServerContext":
         """Find the context of a model, the first one's for None. Raise ApiError (404) for a model that is not served.
@@ -108,6 +113,19 @@ class ServerContext:
         except (InvalidRequestError, ModelLoadError):
             raise unavailable("the engine could not be started") from None
 
+    def info_if_loaded(self) -> ModelInfo | None:
+        """Find the model; None for one of several that has not been loaded yet."""
+        if self.model.name is None:
+            return self.known_info()
+        try:
+            return self.client.model_info
+        except PenstockError:
+            return None
+
+    def check_started(self) -> None:
+        """Raise what `info` raises if the server has one model, or is draining."""
+        self.check_open() if self.model.name is not None else self.info()
+
     def arrive(self, log: RequestLog) -> None:
         """Count a request whose body has arrived. Raise EngineOverloadedError or EngineDeadError if it is refused."""
         self.check_admission(log)
@@ -128,7 +146,7 @@ class ServerContext:
 
     def model_names(self) -> Sequence[str]:
         """List the names of the model, then those of its adapters."""
-        return (*self.own_names(), *(adapter.name for adapter in self.client.adapters()))
+        return (*self.own_names(), *(adapter.name for adapter in self.adapters()))
 
     def own_names(self) -> Sequence[str]:
         """List the names of the model without an adapter."""
@@ -136,9 +154,13 @@ class ServerContext:
             return (self.model.name,)
         return self.options.served_model_names or (self.known_info().model,)
 
+    def adapters(self) -> Sequence[Adapter]:
+        """List the adapters of the model, if it has been loaded."""
+        return () if self.model.loaded is None else self.model.loaded.adapters()
+
     def adapter_named(self, name: str | None) -> Adapter | None:
         """Find the adapter that a name of the model stands for; None if it stands for the model itself."""
-        found = (one for one in self.client.adapters() if one.name == name and name not in self.own_names())
+        found = (one for one in self.adapters() if one.name == name and name not in self.own_names())
         return next(found, None)
 
     def fingerprint(self, adapter_id: str | None) -> str:
@@ -164,24 +186,42 @@ def context_of(request: Request) -> ServerContext:
     return context
 
 
-async def model_of(request: Request, name: str | None) -> ServerContext:
+async def model_of(request: Request, name: str | None, timeout_s: float | None = None) -> ServerContext:
     """Find the context of the model that the request names, and wait until the model can compute. It can until the
     request has ended, or the call that outlives its connection.
 
+    Args:
+        timeout_s: how long the request may take in all; None: as long as any.
+
     Raises:
-        ApiError: there is no such model (404), or it cannot be served now (503).
-        EngineDeadError, EngineOverloadedError: as EngineClient.generate.
+        ApiError: there is no such model (404), it cannot be loaded (503), or was not in time (504).
+        EngineOverloadedError: others had to be kept awake for so long that it could not be loaded.
+        EngineDeadError: the server is shutting down.
     """
     context = request.state.context = context_of(request).named(name)
     context.check_open()
-    lease = log_of(request).lease
+    lease, models = log_of(request).lease, context.models
     assert lease is not None, "only a POST computes"
-    await context.models.use(context.model)
-    lease.until_end(partial(context.models.release, context.model))
+    if models.is_usable(context.model):
+        await models.use(context.model)
+    else:
+        await until_disconnect(request.receive, _loaded(context, log_of(request), timeout_s))
+    lease.until_end(partial(models.release, context.model))
     context.named(name)  # raises if an adapter was unloaded meanwhile
     adapter = context.adapter_named(name)
     log_of(request).adapter = None if adapter is None else adapter.id
     return context
+
+
+async def _loaded(context: ServerContext, log: RequestLog, timeout_s: float | None) -> None:
+    limits = [limit for limit in (context.options.request_timeout_s, timeout_s) if limit is not None]
+    try:
+        async with asyncio.timeout(max(0.0, min(limits) - log.age_s()) if limits else None):
+            await context.models.use(context.model)
+    except TimeoutError:
+        raise ApiError(504, f"The model was not loaded within {min(limits):g} s.", code="request_timeout") from None
+    except (InvalidRequestError, ModelLoadError):  # its text may name files, which clients should not see
+        raise unavailable(f"the model {context.model.name} cannot be loaded; the server's log says why") from None
 
 
 def log_of(request: Request) -> RequestLog:
@@ -316,6 +356,19 @@ def shown_memory(engine: EngineStatus) -> dict[str, Any]:
         "planned_bytes": sum(engine.planned_memory.values()) or None,
         "peak_bytes": engine.peak_memory_bytes,
         "planned": engine.planned_memory,
+    }
+
+
+def shown_model(model: ServedModel) -> dict[str, Any]:
+    """Describe one of several models for /status."""
+    return {
+        "state": model.state.value,
+        "pinned": model.pinned,
+        "memory_bytes": model.held,
+        "requests": model.num_uses,
+        "waiting": model.num_waiting,
+        "loads": model.num_loads,
+        "expires_at": model.expires_at,
     }
 
 

@@ -27,8 +27,9 @@ from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.pooling import PoolingParams, cosine
 from penstock.interface.sampling_params import SamplingParams
+from penstock.server.api_errors import until_disconnect
 from penstock.server.context import ServerContext, log_of, model_of, read_body, within_limits
-from penstock.server.generation import Generation, until_disconnect
+from penstock.server.generation import Generation
 from penstock.server.inputs import Texts, encode, salted, split_texts, tokenizing
 from penstock.server.openai_requests import ComputingRequest, Strict
 from penstock.tokenizer.tokenizer import check_prompt_length
@@ -244,7 +245,7 @@ async def pooled(
 ) -> Response:
     """Compute one vector per item, field by field, or per pair, and send the answer that `answer` makes of them."""
     body.check()
-    context, log = await model_of(request, body.model), log_of(request)
+    context, log = await model_of(request, body.model, body.timeout), log_of(request)
     info, model = context.info(), context.shown_name(body.model)
     context.client.check_admission(log.flow)
     info.pooler.settle(params, 1)  # refuses impossible parameters before any text is tokenised

@@ -7,11 +7,11 @@ so at most one event is held here while the client does not read.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -24,7 +24,7 @@ from penstock.errors import EngineOverloadedError, InvalidRequestError, Penstock
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.structured_outputs import FIELD
-from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable
+from penstock.server.api_errors import ApiError, ClientGoneError, from_exception, unavailable, until_disconnect
 from penstock.server.context import ServerContext
 from penstock.server.openai_responses import Seed, Usage
 from penstock.server.timelines import CallTimeline, RequestLog
@@ -94,7 +94,7 @@ class Generation:
                     yield item
         finally:
             self.timeline.computed()
-        self.context.metrics.request.observe(self.log.age_s())
+        self.context.model_metrics.request.observe(self.log.age_s())
 
     def _silence_s(self) -> float:
         """Compute the seconds to wait for an output before a keep-alive is sent."""
@@ -187,7 +187,7 @@ class Generation:
         for choice in output.outputs:
             self.log.count(completion=len(choice.token_ids))
             if choice.finish_reason is not None:
-                self.context.metrics.outcomes.labels(choice.finish_reason.value).inc()
+                self.context.model_metrics.outcomes.labels(choice.finish_reason.value).inc()
 
 
 def _raise_failure(output: RequestOutput) -> None:
@@ -252,31 +252,6 @@ def _next_of(stream: AsyncIterator[RequestOutput]) -> "asyncio.Task[RequestOutpu
         return await anext(stream, None)
 
     return asyncio.create_task(following())
-
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`. If the client disconnects, cancel it, wait for its end and raise ClientGoneError.
-
-    Starlette cancels nothing by itself, so a plain handler would run on. The request's body must have been read, so
-    that the only message left to receive is the disconnect.
-    """
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError("the client disconnected")
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-        del task, watcher  # an exception refers to this frame, and its task to the exception: a cycle
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def sse_data(body: bytes) -> bytes:

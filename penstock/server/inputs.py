@@ -35,9 +35,9 @@ from penstock.errors import (
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams, fields_of
 from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
+from penstock.server.api_errors import until_disconnect
 from penstock.server.client_fields import MAX_MESSAGES
 from penstock.server.context import FLOW, ServerContext, account_of, context_of
-from penstock.server.generation import until_disconnect
 from penstock.server.openai_requests import (
     Body,
     ChatRequest,
@@ -169,7 +169,7 @@ async def cut_prompts(
     """Cut the prompts as truncate_prompt_tokens says. What is left is checked when the engine's client gets it."""
     found = []
     for prompt in prompts:
-        ids = params.truncated(prompt.token_ids, context.info().max_model_len)
+        ids = params.truncated(prompt.token_ids, context.known_info().max_model_len)
         if len(ids) < len(prompt.token_ids):
             echo = isinstance(body, CompletionRequest) and body.echo
             text = await decode(context, ids, skip_special_tokens=params.skip_special_tokens) if echo else None

@@ -24,9 +24,9 @@ from penstock.client.input_processor import PromptRequest
 from penstock.errors import InvalidRequestError, NotSupportedError, check_int, fail
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_TOKENS, SamplingParams, fields_of
-from penstock.server.api_errors import unavailable
+from penstock.server.api_errors import unavailable, until_disconnect
 from penstock.server.context import context_of, json_response, log_of, model_of, read_body, within_limits
-from penstock.server.generation import DONE, EventStream, Generation, sse_data, until_disconnect
+from penstock.server.generation import DONE, EventStream, Generation, sse_data
 from penstock.server.inputs import (
     chat_params,
     chat_prompts,
@@ -313,7 +313,7 @@ async def create_native_completion(request: Request) -> Response:
     """Handle POST /completion: continue a prompt, in llama.cpp's format or in ColossalAI's."""
     body = await read_body(request, NativeCompletionRequest)
     body.check()
-    context = await model_of(request, body.model)
+    context = await model_of(request, body.model, body.timeout)
     info, model = context.info(), context.shown_name(body.model)
     context.arrive(log_of(request))  # refuse it before spending time on the prompt
     with renaming(COLOSSALAI if body.is_colossalai else LLAMA_CPP):
@@ -331,7 +331,7 @@ async def create_native_chat(request: Request) -> Response:
     """Handle POST /chat: answer a conversation in ColossalAI's format."""
     body = await read_body(request, NativeChatRequest)
     body.check()
-    context = await model_of(request, body.model)
+    context = await model_of(request, body.model, body.timeout)
     info = context.info()
     context.arrive(log_of(request))
     given = {name: value for name in fields_of(body.place) if (value := getattr(body, name)) is not None}
@@ -364,7 +364,7 @@ async def _answered(request: Request, body: GeneratingRequest, answer: LlamaAnsw
 
 async def show_properties(request: Request) -> Response:
     """Handle GET /props: describe the server as llama.cpp does."""
-    context = context_of(request)
+    context = context_of(request).named(request.query_params.get("model"))
     info, tokenizer = context.known_info(), context.tokenizer()
     params = SamplingParams(**{"max_tokens": None, **info.default_sampling})
     ends = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
@@ -381,7 +381,7 @@ async def show_properties(request: Request) -> Response:
 
 async def list_slots(request: Request) -> Response:
     """Handle GET /slots: list the requests that can run at once, and say which do. They have no texts."""
-    context = context_of(request)
+    context = context_of(request).named(request.query_params.get("model"))
     info, running = context.known_info(), context.client.status().stats.num_running
     if request.query_params.get("fail_on_no_slot") == "1" and running >= info.max_num_seqs:
         raise unavailable("no slot is free", status="no slot available")

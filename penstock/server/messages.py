@@ -22,13 +22,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequestError, NotSupportedError, check_int
-from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason
 from penstock.interface.sampling_params import MAX_TOKENS
+from penstock.server.api_errors import until_disconnect
 from penstock.server.client_fields import without_unread_hints
 from penstock.server.completions import ChatAnswers
 from penstock.server.context import ServerContext, context_of, json_response, log_of, model_of, read_body, within_limits
-from penstock.server.generation import EventStream, Generation, until_disconnect
+from penstock.server.generation import EventStream, Generation
 from penstock.server.inputs import chat_params, chat_prompts, check_form, rules_of, salted, with_rules
 from penstock.server.openai_requests import ChatRequest, ComputingRequest, Effort, Strict, to_request
 from penstock.tokenizer.answer_formats import reasoning_format_of
@@ -482,7 +482,7 @@ async def create_message(request: Request) -> Response:
     """Handle POST /v1/messages: answer a conversation in Anthropic's format, whole or as a stream of events."""
     body = await read_body(request, MessageRequest)
     body.check()
-    context, log = await model_of(request, body.model), log_of(request)
+    context, log = await model_of(request, body.model, body.timeout), log_of(request)
     info = context.info()
     envelope = {"model": context.shown_name(body.model), "system_fingerprint": context.fingerprint(log.adapter)}
     context.arrive(log)  # refuse it before spending time on the prompt
@@ -521,7 +521,7 @@ async def _chat(request: Request, body: CountRequest) -> ChatRequest:
     return chat
 
 
-def model_card(name: str, created: int, info: ModelInfo) -> Event:
+def model_card(name: str, created: int, max_model_len: int | None) -> Event:
     """Describe a model as this API does."""
     return {
         "type": "model",
@@ -529,6 +529,6 @@ def model_card(name: str, created: int, info: ModelInfo) -> Event:
         "display_name": name,
         "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
-        "max_input_tokens": info.max_model_len,
-        "max_tokens": info.max_model_len,
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
     }

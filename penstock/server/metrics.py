@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.client.engine_client import EngineClient, EngineState, EngineStatus
+from penstock.client.engine_client import EngineState, EngineStatus
+from penstock.client.model_pool import ServedModel
 from penstock.interface.messages import EngineStats
 from penstock.interface.timeline import IntervalKind
 from penstock.server.timelines import CallTimeline
@@ -53,30 +54,12 @@ VLLM_NAMES |= {
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
-class Metrics:
-    """The metrics of one server."""
+class ModelMetrics:
+    """The metrics of one model of a server, in a registry of their own."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(client))
-        ProcessCollector(registry=self.registry)
-        self.requests = Counter(
-            "penstock_http_requests",
-            "HTTP requests by route and status; 499: the client disconnected",
-            ("route", "status"),
-            registry=self.registry,
-        )
-        self.errors = Counter(
-            "penstock_http_errors", "Errors that clients got, by code", ("code",), registry=self.registry
-        )
-        for code in ("engine_overloaded", "rate_limit_exceeded"):  # from 0 on, so that a first increase is seen
-            self.errors.labels(code)
-        self.key_requests = self._by_key("requests", "Requests of a named API key that were admitted")
-        self.key_refusals = self._by_key("refusals", "Requests of a named API key that exceeded one of its limits")
-        self.key_tokens = self._by_key("tokens", "Tokens of a named API key", "kind")
-        self.adapter_requests = Counter(
-            "penstock_adapter_requests", "Calls computed by a LoRA adapter", ("adapter",), registry=self.registry
-        )
+        self.registry.register(_EngineCollector(model))
         self.outcomes = Counter(
             "penstock_choices", "Finished choices by finish reason", ("finish_reason",), registry=self.registry
         )
@@ -115,25 +98,6 @@ class Metrics:
             if tokens.gaps:
                 self.time_per_token.observe(sum(tokens.gaps) / len(tokens.gaps))
 
-    def note_use(self, key: str, kind: str, amount: int) -> None:
-        """Count tokens that a named key has used, or a refusal of one of its requests."""
-        (self.key_refusals.labels(key) if kind == "refusal" else self.key_tokens.labels(key, kind)).inc(amount)
-
-    def exposition(self, model: str, names: str, reader: str | None = None) -> bytes:
-        """Write the metrics in the Prometheus text format.
-
-        Args:
-            model: the label model_name of every metric.
-            names: with "vllm", it uses vLLM's names, and its labels, for the metrics that it has too.
-            reader: the name of a key, which sees neither pins nor the use of other keys; None: everything is shown.
-        """
-        registry = CollectorRegistry()
-        registry.register(_Shown(self.registry, model, VLLM_NAMES if names == "vllm" else {}, reader))
-        return generate_latest(registry)
-
-    def _by_key(self, name: str, text: str, *more: str) -> Counter:
-        return Counter(f"penstock_key_{name}", text, ("key", *more), registry=self.registry)
-
     def _lengths(self, name: str, text: str) -> Histogram:
         return Histogram(f"penstock_request_{name}_tokens", text, buckets=LENGTH_BUCKETS, registry=self.registry)
 
@@ -142,27 +106,88 @@ class Metrics:
         return Histogram(full_name, f"{text}, in seconds", buckets=buckets, registry=self.registry)
 
 
-class _Shown(Collector):
-    """The metrics of another registry that a reader may see, with a model's name, without the times of their making."""
+class Metrics:
+    """The metrics of one server: its own, and those of each of its models."""
 
-    def __init__(self, registry: CollectorRegistry, model: str, names: Mapping[str, str], reader: str | None) -> None:
-        self._registry, self._model, self._names, self._reader = registry, model, names, reader
+    def __init__(self, models: Iterable[ServedModel]) -> None:
+        self._models = {model.name: ModelMetrics(model) for model in models}
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.requests = Counter(
+            "penstock_http_requests",
+            "HTTP requests by route and status; 499: the client disconnected",
+            ("route", "status"),
+            registry=self.registry,
+        )
+        self.errors = Counter(
+            "penstock_http_errors", "Errors that clients got, by code", ("code",), registry=self.registry
+        )
+        for code in ("engine_overloaded", "rate_limit_exceeded"):  # from 0 on, so that a first increase is seen
+            self.errors.labels(code)
+        self.key_requests = self._by_key("requests", "Requests of a named API key that were admitted")
+        self.key_refusals = self._by_key("refusals", "Requests of a named API key that exceeded one of its limits")
+        self.key_tokens = self._by_key("tokens", "Tokens of a named API key", "kind")
+        self.adapter_requests = Counter(
+            "penstock_adapter_requests", "Calls computed by a LoRA adapter", ("adapter",), registry=self.registry
+        )
+
+    def of(self, model: str | None) -> ModelMetrics:
+        """Find the metrics of a model by its name; if there is one model, it has any name."""
+        return self._models.get(model) or self._models[None]
+
+    def note_timeline(self, call: CallTimeline) -> None:
+        """Observe a call that has ended among those of its model."""
+        self.of(call.model).note_timeline(call)
+
+    def note_use(self, key: str, kind: str, amount: int) -> None:
+        """Count tokens that a named key has used, or a refusal of one of its requests."""
+        (self.key_refusals.labels(key) if kind == "refusal" else self.key_tokens.labels(key, kind)).inc(amount)
+
+    def exposition(self, model: str, names: str, reader: str | None = None) -> bytes:
+        """Write the metrics in the Prometheus text format.
+
+        Args:
+            model: the label model_name of every metric, if there is one model; otherwise those about a model have it.
+            names: with "vllm", it uses vLLM's names, and its labels, for the metrics that it has too.
+            reader: the name of a key, which sees neither pins nor the use of other keys; None: everything is shown.
+        """
+        registry = CollectorRegistry()
+        parts = [({"model_name": name or model}, one.registry) for name, one in self._models.items()]
+        parts.append(({"model_name": model} if None in self._models else {}, self.registry))
+        registry.register(_Shown(parts, VLLM_NAMES if names == "vllm" else {}, reader))
+        return generate_latest(registry)
+
+    def _by_key(self, name: str, text: str, *more: str) -> Counter:
+        return Counter(f"penstock_key_{name}", text, ("key", *more), registry=self.registry)
+
+
+class _Shown(Collector):
+    """The metrics of other registries that a reader may see, with labels, without the times of their making."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[dict[str, str], CollectorRegistry]],
+        names: Mapping[str, str],
+        reader: str | None,
+    ) -> None:
+        self._parts, self._names, self._reader = parts, names, reader
 
     def describe(self) -> Iterable[Metric]:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        for metric in self._registry.collect():
+        families: dict[str, Metric] = {}  # several models have the same ones
+        for labels, metric in ((labels, metric) for labels, part in self._parts for metric in part.collect()):
             name = self._names.get(metric.name, metric.name)
-            shown = Metric(name, metric.documentation, metric.type)
-            more = {"model_name": self._model} | ({} if name == metric.name else {"engine": "0"})
+            shown = families.setdefault(name, Metric(name, metric.documentation, metric.type))
+            more = labels | ({} if name == metric.name else {"engine": "0"})
             for sample in metric.samples:
-                labels = more | sample.labels
+                own = more | sample.labels
                 if name == "vllm:request_success":
-                    labels["finished_reason"] = labels.pop("finish_reason")
+                    own["finished_reason"] = own.pop("finish_reason")
                 if not sample.name.endswith("_created") and self._may_see(sample.labels):
-                    shown.add_sample(name + sample.name.removeprefix(metric.name), labels, sample.value)
-            yield shown
+                    shown.add_sample(name + sample.name.removeprefix(metric.name), own, sample.value)
+        return families.values()
 
     def _may_see(self, labels: Mapping[str, str]) -> bool:
         return self._reader is None or ("pin" not in labels and labels.get("key", self._reader) == self._reader)
@@ -171,14 +196,14 @@ class _Shown(Collector):
 class _EngineCollector(Collector):
     """Reads the engines' statistics at each scrape. Counters continue when an engine is replaced."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering the collector must not query the engine
 
     def collect(self) -> Iterable[Metric]:
-        status = self._client.status()
+        status, client = self._model.status(), self._model.loaded
         yield from _of_engines(status.replicas if len(status.replicas) > 1 else (status,))
         aborted = status.num_aborted_total
         yield CounterMetricFamily("penstock_aborted_requests", "Requests whose client disconnected", value=aborted)
@@ -197,10 +222,17 @@ class _EngineCollector(Collector):
             value=0 if remote is None else remote.num_transferring,
         )
         pins = CounterMetricFamily("penstock_pinned_prefix_hits", "Requests that found a pinned prefix", labels=["pin"])
-        for use in self._client.pinned_prefixes():
+        for use in () if client is None else client.pinned_prefixes():
             pins.add_metric([use.name or ""], use.hits)
         yield pins
         yield GaugeMetricFamily("penstock_healthy", "1 while an engine makes progress", value=status.making_progress)
+        if self._model.name is not None:  # one of several
+            text = "Memory that the model holds of the common budget"
+            yield GaugeMetricFamily("penstock_model_memory_bytes", text, value=self._model.held)
+            text = "Requests that wait for the model to be loaded"
+            yield GaugeMetricFamily("penstock_model_waiting_requests", text, value=self._model.num_waiting)
+            text = "How often the model was loaded, or woken up"
+            yield CounterMetricFamily("penstock_model_loads", text, value=self._model.num_loads)
 
 
 def _of_engines(engines: Sequence[EngineStatus]) -> Iterator[Metric]:

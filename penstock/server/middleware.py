@@ -374,10 +374,14 @@ class OverloadMiddleware:
 
 
 def _refusal(context: ServerContext, log: RequestLog) -> EngineOverloadedError | None:
-    try:
-        context.check_admission(log)
-    except EngineOverloadedError as exc:
-        return exc
-    except PenstockError:  # the route gives a better answer about an engine that is dead or draining
-        pass
-    return None
+    refusal = None
+    for one in context.all:  # the body says for which
+        try:
+            one.check_admission(log)
+        except EngineOverloadedError as exc:
+            refusal = exc
+        except PenstockError:  # the route gives a better answer about an engine that is dead or draining
+            return None
+        else:
+            return None
+    return refusal

@@ -4,16 +4,17 @@ What a body asks for is computed as the chat request that asks for the same, so 
 tokens over both APIs; `raw` is a completion of the prompt. Calls need no ids there: a result answers the first open
 call of its `tool_name`. Defaults are the model's own, not Ollama's.
 
-Hints that change no token: `keep_alive` (the model stays loaded), and the options of LOADING, about how it was loaded.
+`keep_alive` is how long one of several models stays loaded after its last request (client/model_pool.py); the only one
+of a server, and a pinned one, stay. The options of LOADING, about how a model was loaded, are hints.
 """
 
 import json
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from datetime import UTC, datetime
-from hashlib import sha256
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -21,16 +22,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock import __version__
 from penstock.client.input_processor import PromptRequest
 from penstock.errors import InvalidRequestError, NotSupportedError, check_int, fail
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
 from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
+from penstock.server.api_errors import until_disconnect
 from penstock.server.completions import ChatAnswers
 from penstock.server.context import ServerContext, context_of, json_response, log_of, model_of, read_body, within_limits
 from penstock.server.embeddings import EmbeddingRequest, floats, pooled
-from penstock.server.generation import NDJSON, EventStream, Generation, until_disconnect
+from penstock.server.generation import NDJSON, EventStream, Generation
 from penstock.server.inputs import (
     TOO_LONG,
     Rules,
@@ -75,6 +76,7 @@ NEUTRAL: dict[str, Any] = {  # option -> the only value that is accepted, which 
     "embedding_only": False,
 }  # fmt: skip
 ENDLESS = (-1, -2)  # values of num_predict: to the end of the context
+SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 DURATION = re.compile(r"-?(\d+(\.\d+)?(ns|us|µs|ms|s|m|h))+|-?\d+(\.\d+)?")
 
 
@@ -165,6 +167,16 @@ class OllamaRequest(ComputingRequest, kw_only=True, frozen=True):
         if isinstance(self.keep_alive, str) and DURATION.fullmatch(self.keep_alive) is None:
             raise fail("keep_alive", self.keep_alive, "a number of seconds, or a duration like 5m")
         self.given.check()
+
+    @property
+    def keep_s(self) -> float | None:
+        """The seconds of keep_alive; infinity for a negative one, None if it is not given."""
+        if self.keep_alive is None:
+            return None
+        text = str(self.keep_alive)
+        parts = re.findall(r"(\d+(?:\.\d+)?)([a-zµ]*)", text)
+        seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
+        return math.inf if text.startswith("-") else seconds
 
     @property
     def given(self) -> OllamaOptions:
@@ -288,24 +300,6 @@ class OllamaEmbeddingsRequest(OllamaRequest, kw_only=True, frozen=True):
     prompt: str
 
 
-class OllamaShowRequest(Strict, kw_only=True, frozen=True):
-    """POST /api/show. `name` is the older name of `model`."""
-
-    place: ClassVar[str] = "ollama_show"
-
-    model: str | None = None
-    name: str | None = None
-
-
-class OllamaPullRequest(OllamaShowRequest, kw_only=True, frozen=True):
-    """POST /api/pull. `insecure` is about downloads, of which there are none."""
-
-    place: ClassVar[str] = "ollama_pull"
-
-    stream: bool | None = None
-    insecure: bool | None = None
-
-
 # --- from the body to a chat ------------------------------------------------------------------------------------------
 
 
@@ -339,7 +333,7 @@ def _thinking_fields(context: ServerContext, think: bool | str | None) -> dict[s
     """Find the fields of a chat for `think`: a switch, or a level. A model that cannot think is not asked to."""
     if isinstance(think, str):
         return {"reasoning_effort": think}
-    if think and "thinking" not in _capabilities(context):
+    if think and "thinking" not in capabilities(context):
         raise NotSupportedError("think: true is not supported; this model does not reason", param="think")
     kind = {None: None, True: "enabled", False: "disabled"}[think]
     return thinking_fields(context, kind, None, None, "think: false")
@@ -389,16 +383,16 @@ class OllamaAnswer:
         async with aclosing(self._generation.outputs()) as outputs:
             async for item in outputs:
                 if item is None:
-                    yield _encoded(self._line({}))  # an empty part keeps the connection open
+                    yield encoded(self._line({}))  # an empty part keeps the connection open
                     continue
                 last = item[1]
                 logprobs = self._logprobs(last.outputs[0])
                 parts = list(self._fragments(last.outputs[0])) or ([{}] if logprobs.get("logprobs") else [])
                 for part in parts:
-                    yield _encoded({**self._line(part), **logprobs})
+                    yield encoded({**self._line(part), **logprobs})
                     logprobs = {}
         if last is not None:
-            yield _encoded({**self._line({}), **self._ending(last)})
+            yield encoded({**self._line({}), **self._ending(last)})
 
     def _fragments(self, choice: CompletionOutput) -> Iterator[dict[str, Any]]:
         """Yield the new parts of the answer; a call, which this API does not cut, when it is complete."""
@@ -423,7 +417,7 @@ class OllamaAnswer:
         yield {"tool_calls": [{"id": self._answers.call_id(0, call.call), "function": function}]}
 
     def _line(self, part: dict[str, Any]) -> dict[str, Any]:
-        return {**self._envelope, "created_at": _shown_time(time.time()), **self._body.shaped(part), "done": False}
+        return {**self._envelope, "created_at": shown_time(time.time()), **self._body.shaped(part), "done": False}
 
     def _logprobs(self, choice: CompletionOutput) -> dict[str, Any]:
         if not self._body.logprobs:
@@ -449,7 +443,7 @@ class OllamaAnswer:
         }
 
 
-def _encoded(line: dict[str, Any]) -> bytes:
+def encoded(line: dict[str, Any]) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
@@ -457,7 +451,7 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _shown_time(seconds: float) -> str:
+def shown_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -476,16 +470,19 @@ async def create_ollama_text(request: Request) -> Response:
 
 async def _create(request: Request, body: TextRequest) -> Response:
     body.check()
-    name = _model_name(request, body.model)
-    context, log = await model_of(request, name), log_of(request)
+    name = model_name(request, body.model)
+    messages = body.messages_of_chat()
+    if not messages and body.keep_s == 0.0:
+        return _unloaded(request, body, name)
+    context, log = await model_of(request, name, body.timeout), log_of(request)
+    _keep(context, body)
     info, envelope = context.info(), {"model": name}
     check_int("options.num_ctx", body.given.num_ctx, 1, info.max_model_len, optional=True)
     num_predict = body.given.num_predict
     if num_predict not in ENDLESS:
         check_int("options.num_predict", num_predict, 1, MAX_TOKENS, optional=True)
-    messages = body.messages_of_chat()
     if not messages:
-        return _loaded(body, envelope)
+        return _shown(body, name, "load")
     context.arrive(log)  # refuse it before spending time on the prompt
     with renaming(body.names):
         chat = chat_of(context, body, messages)
@@ -508,14 +505,26 @@ async def _create(request: Request, body: TextRequest) -> Response:
     return json_response(await until_disconnect(request.receive, answer.whole()))
 
 
-def _loaded(body: TextRequest, envelope: dict[str, Any]) -> Response:
-    """Answer a request without a prompt, which asks for the model to be loaded. Refuse to unload it."""
-    if body.keep_alive is not None and re.sub(r"[0.a-zµ]", "", str(body.keep_alive)) == "":
-        raise NotSupportedError(
-            "keep_alive: 0 is not supported; this server keeps its model loaded", param="keep_alive"
-        )
-    shown = {"created_at": _shown_time(time.time()), **body.shaped({}), "done": True, "done_reason": "load"}
-    return json_response({**envelope, **shown})
+def _keep(context: ServerContext, body: OllamaRequest) -> None:
+    """Keep the model loaded for as long as the body says."""
+    if body.keep_s is not None:
+        context.models.keep(context.model, None if math.isinf(body.keep_s) else body.keep_s)
+
+
+def _unloaded(request: Request, body: TextRequest, name: str) -> Response:
+    """Put a model to sleep as soon as nothing uses it."""
+    context = context_of(request).named(name)
+    if context.model.pinned:
+        message = "keep_alive: 0 is not supported; this server keeps this model loaded"
+        raise NotSupportedError(message, param="keep_alive")
+    _keep(context, body)
+    return _shown(body, name, "unload")
+
+
+def _shown(body: TextRequest, name: str, reason: str) -> Response:
+    """Answer a request without a prompt, which asks for the model to be loaded or unloaded."""
+    shown = {"created_at": shown_time(time.time()), **body.shaped({}), "done": True, "done_reason": reason}
+    return json_response({"model": name, **shown})
 
 
 async def create_ollama_embed(request: Request) -> Response:
@@ -552,7 +561,8 @@ async def _cut(request: Request, body: OllamaRequest, *, truncates: bool) -> int
         if name not in (*LOADING, *NEUTRAL, "num_ctx") and getattr(options, name) is not None:
             message = f"options.{name}: not allowed for an embedding, for which nothing is sampled"
             raise InvalidRequestError(message, param=f"options.{name}")
-    context = await model_of(request, _model_name(request, body.model))
+    context = await model_of(request, model_name(request, body.model), body.timeout)
+    _keep(context, body)
     check_int("options.num_ctx", options.num_ctx, 1, context.info().max_model_len, optional=True)
     if options.num_ctx is not None and not truncates:
         message = "options.num_ctx: not allowed with truncate: false, which refuses what is longer than the context"
@@ -562,21 +572,19 @@ async def _cut(request: Request, body: OllamaRequest, *, truncates: bool) -> int
 
 def _embedding(request: Request, body: OllamaRequest) -> EmbeddingRequest:
     """Make the body with the fields that all embeddings share."""
-    model = _model_name(request, body.model)
+    model = model_name(request, body.model)
     return EmbeddingRequest(
         model=model, input=[], cache_salt=body.cache_salt, priority=body.priority, timeout=body.timeout
     )
 
 
-# --- routes about the model -------------------------------------------------------------------------------------------
+# --- the model --------------------------------------------------------------------------------------------------------
 
 
-VERSION = "0.12.11"  # of Ollama, whose API has what is here; clients compare it with the one that they need
 LATEST = ":latest"  # clients of Ollama add this tag
-NEVER = "9999-12-31T23:59:59Z"
 
 
-def _model_name(request: Request, name: str) -> str:
+def model_name(request: Request, name: str) -> str:
     """Find the name under which a model is served. Raise ApiError (404) for a model that is not served."""
     contexts = context_of(request).all
     found = name if any(name in context.model_names() for context in contexts) else name.removesuffix(LATEST)
@@ -584,8 +592,11 @@ def _model_name(request: Request, name: str) -> str:
     return found
 
 
-def _capabilities(context: ServerContext) -> list[str]:
-    info, options = context.known_info(), context.options
+def capabilities(context: ServerContext) -> list[str]:
+    """List what a model can do, as far as it is known."""
+    info, options = context.info_if_loaded(), context.options
+    if info is None:
+        return ["completion"]
     template = context.tokenizer().chat_template
     text = "" if template is None else template.text
     switches = "enable_thinking" in text or "reasoning_effort" in text
@@ -596,74 +607,3 @@ def _capabilities(context: ServerContext) -> list[str]:
         "embedding": not info.pooler.unsupported,
     }
     return [name for name, has in found.items() if has]
-
-
-def _details(context: ServerContext) -> dict[str, Any]:
-    """Describe the model. What the server does not know of it is empty."""
-    texts = dict.fromkeys(("parent_model", "format", "family", "parameter_size"), "")
-    return {**texts, "families": [], "quantization_level": context.known_info().dtype}
-
-
-def _cards(request: Request) -> list[dict[str, Any]]:
-    context = context_of(request)
-    info = context.known_info()
-    cards = []
-    for name in context.model_names():
-        adapter = context.adapter_named(name)
-        fingerprint = context.fingerprint(None if adapter is None else adapter.id)
-        details = _details(context) | ({} if adapter is None else {"parent_model": context.own_names()[0]})
-        digest = sha256(fingerprint.encode()).hexdigest()
-        size = info.memory.get("weights", 0)
-        cards.append({"name": name, "model": name, "size": size, "digest": digest, "details": details})
-    return cards
-
-
-async def list_ollama_models(request: Request) -> Response:
-    """Handle GET /api/tags: list the model under each of its names."""
-    loaded = {"modified_at": _shown_time(context_of(request).created)}
-    return json_response({"models": [{**card, **loaded} for card in _cards(request)]})
-
-
-async def list_ollama_processes(request: Request) -> Response:
-    """Handle GET /api/ps: list the loaded models, which are those of /api/tags, with their context."""
-    loaded = {"expires_at": NEVER, "context_length": context_of(request).known_info().max_model_len}
-    return json_response({"models": [{**card, **loaded} for card in _cards(request)]})
-
-
-async def ollama_version(request: Request) -> Response:
-    """Handle GET /api/version: name the version of Ollama's API, and Penstock's own."""
-    return json_response({"version": VERSION, "penstock": __version__})
-
-
-async def show_ollama_model(request: Request) -> Response:
-    """Handle POST /api/show: describe the model, with its chat template and its default parameters."""
-    context = context_of(request)
-    _check_name(request, await read_body(request, OllamaShowRequest))
-    info, template = context.known_info(), context.tokenizer().chat_template
-    defaults = {NAMES[name]: value for name, value in info.default_sampling.items() if name in NAMES}
-    numbers = {"general.architecture": "penstock", "penstock.context_length": info.max_model_len}
-    return json_response({
-        "modified_at": _shown_time(context.created),
-        "template": "" if template is None else template.text,
-        "modelfile": "",
-        "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
-        "details": _details(context),
-        "model_info": {**numbers, "penstock.vocab_size": info.vocab_size},
-        "capabilities": _capabilities(context),
-    })  # fmt: skip
-
-
-async def pull_ollama_model(request: Request) -> Response:
-    """Handle POST /api/pull: report success for the model that is served; there is no other."""
-    body = await read_body(request, OllamaPullRequest)
-    _check_name(request, body)
-    line = {"status": "success"}
-    return json_response(line) if body.stream is False else Response(_encoded(line), media_type=NDJSON.decode())
-
-
-def _check_name(request: Request, body: OllamaShowRequest) -> None:
-    """Raise ApiError (404) for a model that is not served."""
-    name = body.model or body.name
-    if name is None:
-        raise InvalidRequestError("model: missing; give the name of a model", param="model", code="missing_field")
-    _model_name(request, name)

@@ -59,7 +59,8 @@ def _read(name: str) -> tuple[bytes, str]:
 
 async def settings(request: Request) -> Response:
     """Answer with the parameters of a chat request, each with its meaning and the value it has if it is not given."""
-    own = {"max_tokens": None, **context_of(request).info().default_sampling}
+    info = context_of(request).named(request.query_params.get("model")).info_if_loaded()
+    own = {"max_tokens": None, **({} if info is None else info.default_sampling)}
     shown = [item for item in fields(SamplingParams) if item.name in fields_of("chat") and item.metadata["help"]]
     return json_response({"data": [_setting(item, own) for item in shown if item.name not in ONE_ANSWER]})
 

@@ -23,11 +23,11 @@ from penstock.errors import InvalidRequestError, NotSupportedError, check_int, c
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
-from penstock.server.api_errors import ApiError, unavailable
+from penstock.server.api_errors import ApiError, unavailable, until_disconnect
 from penstock.server.client_fields import MAX_MESSAGES, without_unread_hints
 from penstock.server.completions import ChatAnswers
 from penstock.server.context import ServerContext, context_of, json_response, log_of, model_of, read_body, within_limits
-from penstock.server.generation import Generation, until_disconnect
+from penstock.server.generation import Generation
 from penstock.server.inputs import (
     chat_prompts,
     check_form,
@@ -581,7 +581,7 @@ async def create_response(request: Request) -> Response:
     """Handle POST /v1/responses: answer an input, at once, as events or in the background."""
     body = await read_body(request, ResponseRequest)
     body.check()
-    context = await model_of(request, body.model)
+    context = await model_of(request, body.model, body.timeout)
     info = context.info()
     body = msgspec.structs.replace(_with_previous(request, body), model=context.shown_name(body.model))
     params = response_params(body, info)
@@ -650,7 +650,7 @@ def _json(call: KeptCall) -> Response:
 
 def _fetch(request: Request) -> KeptCall:
     context = context_of(request)
-    context.info()
+    context.check_started()
     resume(context)  # only has work right after a server with a journal has started
     return context.kept.get(request.path_params["id"], KIND, owner_of(request))
 

@@ -4,6 +4,7 @@ With `resumable: true`, each event of a stream has an id. After losing the conne
 it received as Last-Event-ID, with the same POST or with GET /v1/completions/{id}?stream=true, and gets the rest.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.client.input_processor import PromptRequest
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, PenstockError
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError
@@ -100,20 +101,46 @@ def _known(call: KeptCall, prompt: int) -> list[list[int]] | None:
 
 
 def resume(context: ServerContext) -> None:
-    """Continue the calls that the journal has as unfinished. Called when the engine is ready.
+    """Continue the calls that the journal has as unfinished. Called when the server is ready.
 
     A call whose request this version cannot read ends with an error, and the others go on.
     """
-    info = context.known_info()
     for call in context.kept.pop_restored():
-        log = _restored_log(call.begun, info)
-        call.lease = log.lease = context.keys.named(call.begun.key).readmit()
-        try:
-            _resume_one(context, call, info, log)
-        except Exception:
-            LOGGER.exception("the journal's call %s cannot be continued; it ends with an error", call.begun.id)
-            message = "the server was restarted and cannot read this request of before; send the request again"
-            _give_up(context, call, log, ApiError(500, message, code="not_continued"))
+        if context.model.name is None:
+            _resume(context, call)
+        else:
+            call.task = asyncio.create_task(_resume_later(context, call), name=call.begun.id)
+
+
+async def _resume_later(context: ServerContext, call: KeptCall) -> None:
+    """Continue a call when its model has been loaded, however long that takes."""
+    try:
+        own = context.named(call.begun.model)
+        await own.models.use(own.model, patient=True)
+    except (ApiError, PenstockError) as error:
+        if context.models.draining:  # the next server continues it
+            return
+        LOGGER.error("the journal's call %s cannot be continued: %s", call.begun.id, error)
+        message = f"the server was restarted, and has no model {call.begun.model} any more that it can load"
+        context.kept.fail(call, ApiError(500, message, code="not_continued"), None)
+        return
+    _resume(own, call)
+    if call.lease is None:  # it could not be continued
+        own.models.release(own.model)
+    else:
+        call.lease.until_end(partial(own.models.release, own.model))
+
+
+def _resume(context: ServerContext, call: KeptCall) -> None:
+    info = context.known_info()
+    log = _restored_log(call.begun, info)
+    call.lease = log.lease = context.keys.named(call.begun.key).readmit()
+    try:
+        _resume_one(context, call, info, log)
+    except Exception:
+        LOGGER.exception("the journal's call %s cannot be continued; it ends with an error", call.begun.id)
+        message = "the server was restarted and cannot read this request of before; send the request again"
+        _give_up(context, call, log, ApiError(500, message, code="not_continued"))
 
 
 def _resume_one(context: ServerContext, call: KeptCall, info: ModelInfo, log: RequestLog) -> None:
@@ -178,7 +205,7 @@ async def continue_stream(request: Request, kind: str) -> Response:
         message = "stream: only ?stream=true is built: whole completions are not stored"
         raise ApiError(400, message, param="stream", code="not_implemented")
     context = context_of(request)
-    context.info()
+    context.check_started()
     resume(context)  # only has work right after a server with a journal has started
     call = context.kept.get(request.path_params["id"], kind, owner_of(request))
     call_id, after = position_of(request.headers.get("last-event-id", f"{call.begun.id}:"))

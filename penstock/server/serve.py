@@ -35,6 +35,7 @@ import uvicorn
 
 from penstock import __version__
 from penstock.client.engine_client import EngineClient, EngineState
+from penstock.client.model_pool import ModelPool
 from penstock.client.turns import Turns
 from penstock.errors import EngineDeadError, InvalidRequestError, ModelLoadError, PenstockError
 from penstock.server.app import create_app
@@ -95,32 +96,33 @@ def open_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def run_server(client: EngineClient, options: ServerOptions) -> int:
+async def run_server(models: ModelPool | EngineClient, options: ServerOptions) -> int:
     """Serve until a signal or the engine's failure; return the process's exit code.
 
     Args:
-        client: may still be starting; /health answers 503 until it is ready.
+        models: or the client of the only one, which may still be starting; /health answers 503 until it is ready.
 
     Raises InvalidRequestError or ModelLoadError if one of them kept the engine from starting.
     """
     started_at = time.monotonic() if options.started_at is None else options.started_at
+    pool = models if isinstance(models, ModelPool) else ModelPool.of(models)
     try:
         sock = open_socket(options.host, options.port) if options.uds is None else open_unix_socket(options.uds)
     except (OSError, UnicodeError) as exc:
         reason, address = getattr(exc, "strerror", None) or exc, options.uds or f"{options.host}:{options.port}"
         print(f"penstock: cannot listen on {address}: {reason}", file=sys.stderr)
-        await client.shutdown()
+        await pool.shutdown()
         return EXIT_CANNOT_LISTEN
     with sock:
         try:
-            serving = Serving(client, options, sock, started_at)
+            serving = Serving(pool, options, sock, started_at)
         except PenstockError:  # the journal or the certificate cannot be used
-            await client.shutdown()
+            await pool.shutdown()
             raise
         return await serving.run()
 
 
-def run(client: EngineClient, options: ServerOptions) -> int:
+def run(models: ModelPool | EngineClient, options: ServerOptions) -> int:
     """Run `run_server` in a new event loop, uvloop's except on Windows."""
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if sys.platform != "win32":
@@ -130,19 +132,19 @@ def run(client: EngineClient, options: ServerOptions) -> int:
     gc.freeze()  # what is imported stays: the collector would hold the event loop for 0.1 s whenever it looked at it
     sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(run_server(client, options))
+        return runner.run(run_server(models, options))
 
 
 class Serving:
     """One run of the server. `stop` may be called from the event loop's thread at any time."""
 
-    def __init__(self, client: EngineClient, options: ServerOptions, sock: socket.socket, started_at: float) -> None:
-        self._client = client
+    def __init__(self, models: ModelPool, options: ServerOptions, sock: socket.socket, started_at: float) -> None:
+        self._models = models
         self._options = options
         self._sock = sock
         self._started_at = started_at
         self._ssl = options.ssl_context()
-        self._app = create_app(client, options)
+        self._app = create_app(models, options)
         self._server = uvicorn.Server(self._config())
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -171,7 +173,7 @@ class Serving:
         if self._options.is_open_to_all:
             LOGGER.warning(OPEN_TO_ALL, self._options.host)
         with self._signals():
-            await self._client.attach()
+            await self._models.attach()
             kept = self._app.state.context.kept
             kept.start()
             watcher = asyncio.create_task(self._watch_engine())
@@ -183,7 +185,7 @@ class Serving:
                 stopper.cancel()
                 await asyncio.gather(watcher, stopper, return_exceptions=True)
                 await kept.close()
-                await self._client.shutdown()
+                await self._models.shutdown()
                 if self._app.state.tracing is not None:
                     await asyncio.to_thread(self._app.state.tracing.close)
         if isinstance(self._failure, InvalidRequestError | ModelLoadError):
@@ -260,13 +262,13 @@ class Serving:
         notify("READY=1")
 
     async def _watch_engine(self) -> None:
-        """Announce that the engine is ready for the first time; stop the server when the engine has failed.
+        """Announce that the server is ready; stop it when its only model has failed, or one that it starts with.
 
         Also tell systemd's watchdog that this event loop is alive. A stuck engine is left to the supervisor.
         """
         announced, watchdog_s, notified_at = False, watchdog_interval_s(), -math.inf
         while not self._stop.is_set():  # after a signal, the end of the engine is not a failure
-            state = self._client.status().state
+            state = self._models.state
             if state is EngineState.FAILED:
                 self._failure = self._reason()
                 self._exit.set()
@@ -287,24 +289,30 @@ class Serving:
             await asyncio.sleep(min(IDLE_WATCH_INTERVAL_S, watchdog_s or math.inf) if announced else WATCH_INTERVAL_S)
 
     def _check_variables(self) -> None:
-        """Raise InvalidRequestError for a default variable that the model's chat template does not read."""
-        if self._options.default_chat_template_kwargs:
-            template = self._app.state.context.tokenizer().chat_template
-            check_variables(template, self._options.default_chat_template_kwargs, DEFAULT_KWARGS)
+        """Raise InvalidRequestError for a default variable that the chat template of a loaded model does not read."""
+        given = self._options.default_chat_template_kwargs
+        for context in self._app.state.context.all if given else ():
+            if given and context.model.loaded is not None:
+                check_variables(context.tokenizer().chat_template, given, DEFAULT_KWARGS)
 
     def _reason(self) -> PenstockError:
-        """Find the reason why the engine failed. If it was never ready, reading its model_info raises the reason."""
+        """Find the reason why a model failed. If it was never ready, reading its model_info raises the reason."""
+        failed = next(model for model in self._models if model.state is EngineState.FAILED)
+        if failed.error is not None:
+            return failed.error
         try:
             return EngineDeadError(
-                f"the engine of {self._client.model_info.model} cannot be restarted; the log says why"
+                f"the engine of {failed.client.model_info.model} cannot be restarted; the log says why"
             )
         except PenstockError as exc:
             return exc
 
     def _announce(self) -> None:
-        for option, reason in self._client.model_info.choices_made.items():
-            LOGGER.info("%s = %s", option, reason)
-        name = self._app.state.context.model_names()[0]
+        contexts = self._app.state.context.all
+        if contexts[0].model.name is None:
+            for option, reason in contexts[0].known_info().choices_made.items():
+                LOGGER.info("%s = %s", option, reason)
+        name = ", ".join(context.model_names()[0] for context in contexts)
         seconds = time.monotonic() - self._started_at
         with suppress(OSError):  # nobody reads standard output, and nothing depends on it
             print(f"penstock {__version__} serving {name} at {self._url()}  (ready in {seconds:.1f} s)", flush=True)
@@ -320,7 +328,7 @@ class Serving:
     async def _stop_on_request(self) -> None:
         """Refuse new requests, wait for the open ones, then shut down the engine, which fails those still open."""
         await self._stop.wait()
-        num_open = self._client.status().journal_requests + self._app.state.context.arriving.total()
+        num_open = self._models.num_open + sum(one.arriving.total() for one in self._app.state.context.all)
         limit = f"up to {self._options.drain_timeout_s:g} s"
         LOGGER.info("stopping: waiting %s for %d open requests; a second signal ends them at once", limit, num_open)
         self._app.state.context.models.draining = True
@@ -333,16 +341,16 @@ class Serving:
             task.cancel()
         await asyncio.gather(drain, hurry, return_exceptions=True)
         try:
-            await self._client.shutdown()
+            await self._models.shutdown()
         finally:
             self._exit.set()
 
     async def _drain(self) -> None:
         """Wait until the requests that have arrived are with the engine or refused, and then for the open ones."""
-        context, deadline = self._app.state.context, time.monotonic() + self._options.drain_timeout_s
-        while context.arriving and time.monotonic() < deadline:
+        contexts, deadline = self._app.state.context.all, time.monotonic() + self._options.drain_timeout_s
+        while any(context.arriving for context in contexts) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        await self._client.drain(max(0.0, deadline - time.monotonic()))
+        await self._models.drain(max(0.0, deadline - time.monotonic()))
 
 
 # --- accepting connections --------------------------------------------------------------------------------------------

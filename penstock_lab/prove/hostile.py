@@ -28,14 +28,8 @@ from penstock.server.embeddings import (
 )
 from penstock.server.llama_cpp import NativeChatRequest, NativeCompletionRequest
 from penstock.server.messages import CountRequest, MessageRequest
-from penstock.server.ollama import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaPullRequest,
-    OllamaShowRequest,
-)
+from penstock.server.models import OllamaPullRequest, OllamaShowRequest
+from penstock.server.ollama import OllamaChatRequest, OllamaEmbeddingsRequest, OllamaEmbedRequest, OllamaGenerateRequest
 from penstock.server.openai_requests import (
     BlocksRequest,
     ChatRequest,

@@ -44,7 +44,7 @@ class RankCrowd(Crowd):
     def _victim(self, engines: list[int]) -> int:
         self._find_left()
         engine = self.trials.random.choice(engines)
-        self._group = (engine, *_children(engine))
+        self._group = (engine, *children_of(engine))
         return self.trials.random.choice(self._group)
 
     async def run(self) -> None:
@@ -58,7 +58,7 @@ class RankCrowd(Crowd):
                 self.trials.wrong(f"process {pid} of {self._group} was left after {self._way}")
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     """List the processes that a process has started."""
     found: list[int] = []
     with suppress(OSError):

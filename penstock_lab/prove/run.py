@@ -24,6 +24,7 @@ from penstock_lab.prove.ray_deaths import RayDeaths
 from penstock_lab.prove.records import Replays
 from penstock_lab.prove.same_bits import SameBits
 from penstock_lab.prove.server_deaths import ServerDeaths
+from penstock_lab.prove.several_models import SeveralModels
 from penstock_lab.prove.shutdown import Drains
 from penstock_lab.prove.tenants import Tenants
 from penstock_lab.prove.together import Together
@@ -39,6 +40,7 @@ PROOFS: tuple[Proof, ...] = (
     AdapterChanges(),
     *([RayDeaths()] if importlib.util.find_spec("ray") is not None else []),  # ray is optional
     ServerDeaths(),
+    SeveralModels(),
     ParentDeaths(),
     Faults(),
     FullDisks(),

@@ -15,6 +15,7 @@ import httpx
 import uvloop
 from starlette.testclient import TestClient
 
+from penstock.client.model_pool import ModelPool
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.serve import Serving, open_socket, open_unix_socket
@@ -56,7 +57,7 @@ class RunningServer:
     async def _serve(self) -> None:
         with self._sock:
             self._loop = asyncio.get_running_loop()
-            self._serving = Serving(self.client, self.options, self._sock, time.monotonic())
+            self._serving = Serving(ModelPool.of(self.client), self.options, self._sock, time.monotonic())
             self._ready.set()
             self.exit_code = await self._serving.run()
 
