@@ -10,20 +10,20 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import models, pre_tokenizers, processors
 
 from penstock import LLM, EngineConfig, InvalidRequestError, ModelLoadError, PoolingParams
 from penstock.assembly.engine import why_no_gpu
-from penstock.models.config_json import load_model_config
+from penstock.models.config_json import load_model_config, parse_model_config
 from tests.hf_models import TINY, Made, random_ids, randomise
 from tests.kernels.packed import levels
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
-CONTEXT = 140
+CONTEXT = 300  # more than the rows of one item of attention
 SIZES = {name: TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
 SIZES |= {"num_attention_heads": 6, "max_position_embeddings": CONTEXT}
-PROMPTS = [{"prompt_token_ids": [max(3, item) for item in random_ids(n, n)]} for n in (1, 5, 40, 70, 137)]
+PROMPTS = [{"prompt_token_ids": [max(3, item) for item in random_ids(n, n)]} for n in (1, 5, 40, 70, 297)]
 FAMILIES = {
     "Bert": SIZES,
     "Roberta": SIZES | {"type_vocab_size": 1},
@@ -72,11 +72,13 @@ def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) ->
     options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": CONTEXT}
     with LLM(str(directory), threads=1, **options) as llm:
         alone = [of_all(llm, [prompt])[0] for prompt in PROMPTS]
+        again = [of_all(llm, [prompt])[0] for prompt in PROMPTS]  # with plans that are known by now
+        assert [item.tobytes() for item in again] == [item.tobytes() for item in alone]
         assert not llm.config.cache.enable_prefix_caching
         assert llm.config.scheduler.max_model_len == load_model_config(directory).max_position_embeddings
     for prompt, found in zip(PROMPTS, alone, strict=True):
         np.testing.assert_allclose(found, states(model, prompt["prompt_token_ids"]), atol=1e-5, rtol=0)
-    with LLM(str(directory), threads=2, dtype="float32", kv_cache_memory_bytes=2**19) as llm:
+    with LLM(str(directory), threads=2, kv_cache_memory_bytes=2**20, **options) as llm:
         crowd = of_all(llm, PROMPTS * 3)
         assert [item.tobytes() for item in crowd] == [item.tobytes() for item in alone * 3]
         seen = llm.forward(PROMPTS[2], skip_lm_head=True, output_attentions=True)
@@ -190,7 +192,7 @@ def test_classifiers(family: str, tmp_path: Path) -> None:
     sizes["eos_token_id"] = 2
     more = sizes if family == "GPT2" else {}
     model, directory = make(tmp_path, family, "ForSequenceClassification", **LABELS, pad_token_id=0, **more)
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 138}
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 297}
     with LLM(str(directory), threads=1, **options) as llm:
         alone = [llm.classify(prompt)[0].outputs for prompt in PROMPTS]
         for prompt, found in zip(PROMPTS, alone, strict=True):
@@ -208,7 +210,7 @@ def test_classifiers(family: str, tmp_path: Path) -> None:
         refused(lambda: llm.generate(PROMPTS[1]), "it gives classes")
         refused(lambda: llm.score("w1", "w2"), "3 labels scores no pairs")
         refused(lambda: llm.classify(PROMPTS[1], PoolingParams(dimensions=2)), "dimensions")
-    chunked = {"max_num_batched_tokens": 138 if "Bert" in family or family == "Roberta" else 13}
+    chunked = {"max_num_batched_tokens": 297 if "Bert" in family or family == "Roberta" else 13}
     with LLM(str(directory), threads=2, **options, **chunked) as crowd:
         found = [item.outputs.probs for item in crowd.classify(PROMPTS * 2)]
         assert found == [item.probs for item in alone * 2]
@@ -266,7 +268,7 @@ def test_what_an_encoder_cannot_do(tmp_path: Path) -> None:
         refused(lambda: llm.pin_prefix(" ".join(WORDS[:20])), "prefix caching is off")
         refused(lambda: llm.forward("w1 w2"), "no head")
     for options, word in (
-        ({"max_num_batched_tokens": 64}, "at least max_model_len = 140"),
+        ({"max_num_batched_tokens": 64}, "at least max_model_len = 300"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"kv_offload_memory_bytes": 2**20}, "kv_offload_memory_bytes"),
         ({"attention_sinks": 2, "sliding_window": 20}, "attention_sinks"),
@@ -303,5 +305,5 @@ def test_configs(tmp_path: Path) -> None:
         (directory / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ModelLoadError, match=word):
             load_model_config(directory)
-    stored = load_file(directory / "model.safetensors")
-    assert "bert.pooler.dense.weight" in stored
+    scaled = transformers.GraniteConfig(**TINY, logits_scaling=8.0, architectures=["GraniteForSequenceClassification"])
+    assert parse_model_config(scaled.to_dict()).logit_scale == 1.0  # which is the LM head's alone

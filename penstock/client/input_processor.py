@@ -27,10 +27,11 @@ from penstock.errors import (
     invalid,
 )
 from penstock.interface.messages import EngineRequest, ModelInfo
+from penstock.interface.pooling import PoolingParams
 from penstock.interface.sampling_params import MAX_BREAKER_IDS, SamplingParams
 from penstock.tokenizer.answer_formats import reasoning_format_of
 from penstock.tokenizer.answers import is_within, thinking_ids
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_all
+from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_all, encode_pair
 
 # A string, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `cache_salt`.
 Prompt = str | list[int] | Mapping[str, Any]
@@ -183,21 +184,21 @@ class InputProcessor:
             check_prompt_length(text or "", self._info.max_model_len)
         if text is not None:
             check_unicode(text, param="prompt")
+        special_ids: frozenset[int] = frozenset()
         if not ids and self._tokenizer is not None:
             given = text or ""
-            given = given if pooling is None else self._info.pooler.prompted(given, pooling.prompt_name)
-            ids = self._tokenizer.encode(given)
+            ids = self._tokenizer.encode(
+                given if pooling is None else self._info.pooler.prompted(given, pooling.prompt_name)
+            )
             if not ids:
                 raise fail("prompt", ids, "a text, or a list of at least one token id")
             if pooling is not None:
                 ids = self._info.pooler.ended(ids, self._tokenizer.eos_token_id)
-                ids = pooling.truncated(ids, self._info.max_model_len, self._tokenizer.special_ids)
-        elif pooling is not None:
-            if pooling.prompt_name is not None:
-                raise fail(
-                    "prompt_name", pooling.prompt_name, "absent: a prompt goes before a text, not before token ids"
-                )
-            ids = pooling.truncated(ids, self._info.max_model_len)
+                special_ids = self._tokenizer.special_ids
+        elif pooling is not None and pooling.prompt_name is not None:
+            raise fail("prompt_name", pooling.prompt_name, "absent: a prompt goes before a text, not before token ids")
+        if pooling is not None:
+            ids = pooling.truncated(ids, self._info.max_model_len, special_ids)
         elif params is not None:
             ids = params.truncated(ids, self._info.max_model_len)
         check_num_tokens(request.param, len(ids), self._info.max_model_len, is_pooled=pooling is not None)
@@ -299,6 +300,35 @@ def _of_choices(source: EngineRequest, known: Sequence[list[int]]) -> list[Engin
         )
         for choice in range(count)
     ]
+
+
+def pair_request(
+    tokenizer: Tokenizer | None,
+    info: ModelInfo,
+    pair: tuple[Any, Any],
+    params: PoolingParams,
+    names: tuple[str, ...] = ("text_1", "text_2"),
+) -> tuple[list[int], PoolingParams]:
+    """Encode a pair of texts for a cross-encoder, cut as the parameters say: its ids, and the parameters with them.
+
+    names: of the two texts, for errors.
+
+    Raises:
+        InvalidRequestError: the model has not exactly one label, or a text is none, or too long.
+    """
+    if len(info.pooler.labels) != 1:
+        raise invalid(
+            "model", f"a classifier with {len(info.pooler.labels)} labels scores no pairs; it needs one label"
+        )
+    for name, text in zip(names, pair, strict=True):
+        if not isinstance(text, str) or not text:
+            raise fail(name, text, "a text: a cross-encoder reads pairs of them")
+        check_prompt_length(text, info.max_model_len, param=name)
+    ids, start = encode_pair(tokenizer, *pair)
+    special = frozenset() if tokenizer is None else tokenizer.special_ids
+    ids = params.truncated(ids, info.max_model_len, special)
+    start = start if start is not None and start < len(ids) and info.pooler.num_token_types > 1 else None
+    return ids, replace(params, task="classify", second_text_start=start, truncate_prompt_tokens=None)
 
 
 def check_salt(salt: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.engine_handle import MAX_REPLICAS, EnginePlan
-from penstock.client.input_processor import Prompt, PromptRequest
+from penstock.client.input_processor import Prompt, PromptRequest, pair_request
 from penstock.client.open_requests import OpenRequest
 from penstock.client.process import ProcessClient
 from penstock.client.prompts import check_text, progress
@@ -19,7 +19,6 @@ from penstock.client.results import (
     embedding_request,
     is_matrix,
     pair_output,
-    pair_request,
     pooling_output,
     pooling_request,
     requests_for,

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import RequestFailedError, check_choice, fail, invalid
-from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from penstock.interface.pooling import (
     POOLING_TASKS,
@@ -24,7 +23,7 @@ from penstock.interface.pooling import (
     cosine,
 )
 from penstock.interface.sampling_params import BeamSearchParams, SamplingParams
-from penstock.tokenizer.tokenizer import Tokenizer, check_prompt_length, encode_pair
+from penstock.tokenizer.tokenizer import Tokenizer
 
 
 def pooling_request(params: Any, pooling_task: str | None = None) -> SamplingParams:
@@ -87,35 +86,6 @@ def classification_output(output: RequestOutput) -> ClassificationRequestOutput:
     """Convert a classifier's scores to a list. Raise RequestFailedError if its computation failed."""
     result = ClassificationOutput(array("f", _pooled(output)).tolist())
     return ClassificationRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
-
-
-def pair_request(
-    tokenizer: Tokenizer | None,
-    info: ModelInfo,
-    pair: tuple[Any, Any],
-    params: PoolingParams,
-    names: tuple[str, ...] = ("text_1", "text_2"),
-) -> tuple[list[int], PoolingParams]:
-    """Encode a pair of texts for a cross-encoder, cut as the parameters say: its ids, and the parameters with them.
-
-    names: of the two texts, for errors.
-
-    Raises:
-        InvalidRequestError: the model has not exactly one label, or a text is none, or too long.
-    """
-    if len(info.pooler.labels) != 1:
-        raise invalid(
-            "model", f"a classifier with {len(info.pooler.labels)} labels scores no pairs; it needs one label"
-        )
-    for name, text in zip(names, pair, strict=True):
-        if not isinstance(text, str) or not text:
-            raise fail(name, text, "a text: a cross-encoder reads pairs of them")
-        check_prompt_length(text, info.max_model_len, param=name)
-    ids, start = encode_pair(tokenizer, *pair)
-    special = frozenset() if tokenizer is None else tokenizer.special_ids
-    ids = params.truncated(ids, info.max_model_len, special)
-    start = start if start is not None and start < len(ids) and info.pooler.num_token_types > 1 else None
-    return ids, replace(params, task="classify", second_text_start=start, truncate_prompt_tokens=None)
 
 
 def pair_output(output: RequestOutput) -> ScoringRequestOutput:

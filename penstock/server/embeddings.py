@@ -16,12 +16,10 @@ from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 import msgspec
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.client.input_processor import PromptRequest, check_num_tokens
-from penstock.client.results import pair_request
+from penstock.client.input_processor import PromptRequest, check_num_tokens, pair_request
 from penstock.errors import InvalidRequestError, RequestFailedError, check_ids, check_int, fail
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
@@ -152,7 +150,9 @@ async def create_pooling(request: Request) -> Response:
     def data(output: RequestOutput) -> Any:
         if encoding == "base64" or not is_matrix:
             return _encoded(output, encoding)
-        return np.frombuffer(_numbers(output), "<f4").reshape(len(output.prompt_token_ids), -1).tolist()
+        numbers = array("f", _numbers(output)).tolist()
+        width = len(numbers) // len(output.prompt_token_ids)
+        return [numbers[start : start + width] for start in range(0, len(numbers), width)]
 
     def answer(outputs: list[RequestOutput]) -> dict[str, Any]:
         return _list({"object": "pooling", "index": at, "data": data(output)} for at, output in enumerate(outputs))

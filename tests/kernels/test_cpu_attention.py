@@ -157,3 +157,30 @@ def test_chunks(ops: CpuOps, chunk: int, dtype: torch.dtype) -> None:
         )
         part = ops.attend(q[start:stop], k[start:stop], v[start:stop], cache, meta, PARAMS)
         assert torch.equal(part, found[start:stop])
+
+
+def test_both_directions() -> None:
+    """Guards against a row that sees only what comes before it, in the native kernels or in the specification; against
+    one in the first span that misses the second; and against bits that another sequence of the step changes."""
+    ops, length, short = CpuOps(torch.bfloat16, threads=2), 2100, 5
+    q, k, v = operands(length)
+    whole = whole_prompt(length, bidirectional=True)
+    found = ops.attend(q, k, v, new_cache(ops, length), whole, PARAMS).clone()
+    heads = [part.double().transpose(0, 1) for part in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(found.double(), exact, atol=0.01, rtol=0.02)
+    reference = ReferenceOps(torch.float32)
+    cache = reference.new_kv_cache(CacheSpec(132, 16, 2, 32, torch.float32))
+    expected = reference.attend(q.float(), k.float(), v.float(), cache, whole, PARAMS)
+    torch.testing.assert_close(expected.double(), exact, atol=1e-5, rtol=0)
+
+    both = replace(
+        whole,
+        query_start_loc=torch.tensor([0, short, short + length], dtype=torch.int32),
+        seq_lens=torch.tensor([short, length], dtype=torch.int32),
+        block_table=torch.stack([torch.full((132,), 132), torch.arange(132)]).int(),
+        slot_mapping=torch.cat([132 * 16 + torch.arange(short), torch.arange(length)]),
+    )
+    beside = (torch.cat([part[:short], part]) for part in (q, k, v))
+    crowd = ops.attend(*beside, new_cache(ops, 133 * 16), both, PARAMS)
+    assert torch.equal(crowd[short:], found)

@@ -15,7 +15,7 @@ from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOu
 from penstock.interface.pooling import PoolerConfig
 from penstock.interface.sampling_params import SamplingParams
 from tests.official import official_client
-from tests.server.fakes import Behaviour, FakeEngineClient
+from tests.server.fakes import BOS, EOS, Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import RunningServer, app_client, running
 
 
@@ -165,3 +165,114 @@ def test_one_failure_ends_the_call() -> None:
     answer = post("/v1/embeddings", {"input": ["a"] * 5}, engine)
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "not finite")
     assert not engine.open
+
+
+class Pairs(FakeTokenizer):
+    """Ends a pair's second text with EOS."""
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        ids = self.encode(first)
+        return [*ids, *second.encode(), EOS], len(ids)
+
+
+class Classes(FakeEngineClient):
+    """A classifier's engine: the score of each label, of a text or of each token, is the sum of the ids in thousandths
+    plus the label's number."""
+
+    def __init__(self, *labels: str, token_types: int = 0) -> None:
+        super().__init__()
+        self.tokenizer = Pairs()
+        pooler = PoolerConfig(labels=labels, pooling_type="CLS", num_token_types=token_types)
+        self.info = replace(self.info, pooler=pooler)
+
+    async def _run(self, ids: list[int], params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+        assert params.pooling is not None
+        of_tokens = params.pooling.task == "token_classify"
+        scores = [sum(item) / 1000 + label for item in ([[i] for i in ids] if of_tokens else [ids])
+                  for label in range(len(self.info.pooler.labels))]  # fmt: skip
+        choice = CompletionOutput(0, "", [], finish_reason=FinishReason.STOP)
+        yield RequestOutput(request_id, None, ids, [choice], finished=True, pooled=array("f", scores).tobytes())
+
+
+def test_classes() -> None:
+    """Guards against the worst label, scores of another text, and an answer that is not vLLM's."""
+    engine = Classes("bad", "good")
+    answer = post("/classify", {"input": ["a", "b"], "use_activation": False}, engine).json()
+    first, second = answer["data"]
+    assert (first["label"], first["num_classes"], first["index"]) == ("good", 2, 0)
+    assert first["probs"] == pytest.approx([0.353, 1.353])
+    assert second["probs"] == pytest.approx([0.354, 1.354])
+    assert answer["id"].startswith("classify-")
+    assert (answer["object"], answer["usage"]["total_tokens"]) == ("list", 4)
+    assert {params.pooling.use_activation for _, params, _ in engine.seen if params.pooling} == {False}
+
+
+def test_pooling_of_texts_and_tokens() -> None:
+    """Guards against a matrix that comes as one row, a default that is not vLLM's, and a task that is left out."""
+    engine = Classes("bad", "good")
+    (tokens,) = post("/pooling", {"input": "a"}, engine).json()["data"]
+    assert tokens["object"] == "pooling"
+    assert tokens["data"] == [pytest.approx([0.256, 1.256]), pytest.approx([0.097, 1.097])]
+    (text,) = post("/pooling", {"input": "a", "task": "classify"}, engine).json()["data"]
+    assert text["data"] == pytest.approx([0.353, 1.353])
+    coded = post("/pooling", {"input": "a", "encoding_format": "base64"}, engine).json()["data"][0]["data"]
+    assert array("f", base64.b64decode(coded)).tolist() == pytest.approx([0.256, 1.256, 0.097, 1.097])
+    plain = post("/pooling", {"input": "a", "task": "embed"}).json()
+    assert plain["data"][0]["data"] == pytest.approx(vector("a"))
+    assert plain["id"].startswith("pool-")
+
+
+def test_cross_encoders() -> None:
+    """Guards against the cosine of two scores, texts that are not read together, a pair cut without its end, and one
+    whose second text is not told from the first."""
+    engine = Classes("relevant", token_types=2)
+    answer = post("/score", {"text_1": "a", "text_2": ["b", "bb"]}, engine).json()
+    assert [item["score"] for item in answer["data"]] == pytest.approx([0.708, 0.806])
+    assert [params.pooling.second_text_start for _, params, _ in engine.seen if params.pooling] == [2, 2]
+    results = post("/rerank", {"query": "a", "documents": ["b", "bb"]}, engine).json()["results"]
+    assert [(item["index"], item["document"]["text"]) for item in results] == [(1, "bb"), (0, "b")]
+    cut = post("/score", {"text_1": "a", "text_2": "bbbb", "truncate_prompt_tokens": 4}, engine)
+    assert engine.seen[-1][0] == [BOS, *b"ab", EOS]
+    assert cut.json()["usage"]["prompt_tokens"] == 4
+    untyped = Classes("relevant")
+    assert post("/score", {"text_1": "a", "text_2": "b"}, untyped).status_code == 200
+    assert [params.pooling.second_text_start for _, params, _ in untyped.seen if params.pooling] == [None]
+
+
+def test_prompts_of_sentence_transformers() -> None:
+    """Guards against a text without the prompt that was named, and one that gets it twice."""
+    engine = Angles()
+    engine.info = replace(
+        engine.info, pooler=PoolerConfig(prompts={"query": "q: ", "none": ""}, default_prompt="query")
+    )
+    for body, text in (({"input": "a"}, b"q: a"), ({"input": "a", "prompt_name": "none"}, b"a")):
+        assert post("/v1/embeddings", body, engine).status_code == 200
+        assert engine.seen[-1][0] == [BOS, *text]
+    for body in ({"input": "a", "prompt_name": "poem"}, {"input": [1], "prompt_name": "query"}):
+        answer = post("/v1/embeddings", body, engine)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_name")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "engine", "param", "word"),
+    [
+        ("/classify", {"input": "a"}, Angles(), "task", "no classifier's head"),
+        ("/pooling", {"input": "a", "task": "token_classify"}, Angles(), "task", "no classifier's head"),
+        ("/pooling", {"input": "a", "task": "rank"}, Angles(), "task", "rank"),
+        ("/pooling", {"input": "a", "use_activation": True}, Angles(), "use_activation", "token_embed"),
+        ("/v1/embeddings", {"input": "a"}, Classes("x", "y"), "task", "it is a classifier"),
+        ("/classify", {"input": []}, Classes("x", "y"), "input", "must be a text"),
+        ("/score", {"text_1": "a", "text_2": "b"}, Classes("x", "y"), "model", "needs one label"),
+        ("/score", {"text_1": "a", "text_2": ""}, Classes("x"), "text_2", "a text"),
+        ("/rerank", {"query": "a", "documents": [""]}, Classes("x"), "documents", "a text"),
+        ("/rerank", {"query": "a", "documents": ["b" * 512]}, Classes("x"), "query", "exceed the context"),
+    ],
+)
+def test_what_classifiers_refuse(
+    path: str, body: dict[str, Any], engine: FakeEngineClient, param: str, word: str
+) -> None:
+    """Guards against a 500, or the answer of another task."""
+    answer = post(path, body, engine)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert word in answer.json()["error"]["message"]
