@@ -39,13 +39,14 @@ CANNOT_CHANGE: dict[str, Any] = {
     "pad_vocab_multiple": 64, "sharding_config": "SHARDING", "threads": 2, "cpu_affinity": "auto", "seed": 5,
     "verify_files": True, "speculative_config": {"method": "ngram"}, "pooler_config": {"pooling_type": "MEAN"},
     "kv_offload_memory_bytes": 2**20, "kv_offload_dir": "STORE", "kv_offload_dir_bytes": 2**20,
-    "chat_template": "{{ messages }}", "device": "cpu",
+    "chat_template": "{{ messages }}", "device": "cpu", "enable_lora": True,
     "scheduling_policy": "length_classes", "max_stall_ms": 5, "prefill_ratio": 2.0, "pipeline_parallel_size": 2,
 }  # fmt: skip
 PROVED_ELSEWHERE = (  # tests/parallel
     "activation_dtype",  # tests/weights/test_coded.py
     "tensor_parallel_size", "attention_parallel_size", "mlp_parallel_size", "expert_parallel_size",
     "distributed_executor_backend",  # tests/lab/ray_app
+    "max_loras", "max_lora_rank", "lora_modules", "merge_lora",  # tests/lora
 )  # fmt: skip
 
 

@@ -50,13 +50,12 @@ from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
 from penstock.tokenizer.grammars import Grammars
 from penstock.weights import packed
-from penstock.weights.adapters import AdapterReader, digest_of
+from penstock.weights.adapters import digest_of
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance, Weights
 from penstock.weights.kv_scales import read_scales
-from penstock.weights.loader import Place, Stored, make_model, make_ops, make_slots, open_stored
+from penstock.weights.loader import Place, Stored, make_model, make_ops, make_slots, open_reader, open_stored
 from penstock.weights.safetensors import verify_checksums
-from penstock.weights.sources import read_table
 
 UNLIMITED = 2**62  # bytes
 
@@ -295,8 +294,7 @@ def _make_adapters(
     """Make the table of an engine's LoRA adapters; None if it has none. load: puts one into a slot of the executor."""
     if not config.lora.enable_lora:
         return None
-    table = read_table(model_config)
-    reader = AdapterReader(table.parameters(model_config), stored.source, table.prefix)
+    reader = open_reader(model_config, stored.source)
 
     def read(name: str, path: str) -> tuple[AdapterInfo, Adapter]:
         try:
@@ -393,7 +391,8 @@ def _resolve(
     reasons |= explain_sharding(config, model)
     if model.model_impl == "auto" and isinstance(find_model(model.architecture), FallbackVersion):
         reasons["model_impl"] = f"transformers: its own modules compute {model.architecture}, which has no family here"
-    stored = open_stored(weights, model, numerics.load_format, is_complete=is_complete)
+    merged = config.lora.merge_lora
+    stored = open_stored(weights, model, numerics.load_format, is_complete=is_complete, merge_lora=merged)
     numerics, why = config.numerics.with_codings(stored.codings)
     if config.numerics.kernels == TRITON and stored.codings:
         reasons["weights"] = f"{config.numerics.dtype}: {_names(stored)} values are decoded as they are read"

@@ -22,6 +22,7 @@ from penstock.models.certificate import find_basis, read_certificate
 from penstock.models.registry import FALLBACK, FallbackVersion, ModelVersion, find_architecture, find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.pooler import read_pooler, usual_pooler
+from penstock.weights.adapters import digest_of
 from penstock.weights.instance import Weights
 from penstock.weights.kv_scales import kv_scales_fingerprint
 from penstock.weights.safetensors import fingerprint
@@ -95,6 +96,7 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
         config.cache.kv_cache_dtype,
         "" if kv_scales is None else kv_scales_fingerprint(Path(kv_scales)),
         repr(numerics.scheme),
+        *([] if config.lora.merge_lora is None else [digest_of(Path(config.lora.merge_lora))]),
         *([] if numerics.activation_dtype == "auto" else [numerics.activation_dtype]),
         kernels,
         *(_torch_version() if numerics.kernels == "reference" or entry.needs_torch else ()),

@@ -109,7 +109,7 @@ class LoraTable:
 
     Attributes:
         a: [S, P, R, K] dtype.
-        b: [S, R, N] dtype.
+        b: [S, N / 16 rounded up, R, 16] dtype: 16 columns of all ranks, then the next ones.
         factors, offsets: [S, N] float32.
         ranks: [S] int32 on the host, how many rows of a and b count; 0: the adapter does not change this product.
         scaled: [S] int32 on the host, whether factors and offsets count.
@@ -229,7 +229,7 @@ class Ops(Protocol):
         """
 
     def lora_expand(self, hidden: Tensor, table: LoraTable, slots: Tensor, y: Tensor) -> Tensor:
-        """Change y [M, N] float32 **in place**, and return it: y[m] * factors[s] + offsets[s] + hidden[m, p] @ b[s].
+        """Change y [M, N] float32 **in place**, and return it: y[m] * factors[s] + offsets[s] + hidden[m, p] @ B[s].
 
         s = slots[m], and p is the piece of the column; without `scaled`, factors are 1 and offsets 0. hidden: as
         lora_shrink returns it. A row with the slot -1, or whose slot has rank 0 and is not scaled, keeps its bits.

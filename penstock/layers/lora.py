@@ -20,6 +20,7 @@ from penstock.spec.param_table import Parameter
 
 NO_ADAPTER = -1  # in place of a slot
 MAX_PIECES = 4  # of a product
+LANES = 16  # columns that a table keeps together (LoraTable)
 IN_A_LAYER, EXPERT = re.compile(r"\.\d+\."), re.compile(r"\.experts\.\d+\.")
 
 
@@ -115,14 +116,15 @@ class LoraLinear:
         """The bytes of all slots."""
         slots, (n, k), pieces = self.spec.slots, self.shape, len(self.spec.piece_ends)
         element = array_type(self.ops.dtype).itemsize
-        return slots.count * (slots.max_rank * (pieces * k + n) * element + 2 * n * FLOAT32.itemsize)
+        columns = -(-n // LANES) * LANES
+        return slots.count * (slots.max_rank * (pieces * k + columns) * element + 2 * n * FLOAT32.itemsize)
 
     def allocate(self) -> None:
         """Allocate the slots, all empty."""
         slots, (n, k), dtype = self.spec.slots, self.shape, str(array_type(self.ops.dtype))
         self._table = LoraTable(
             self.ops.empty((slots.count, len(self.spec.piece_ends), slots.max_rank, k), dtype),
-            self.ops.empty((slots.count, slots.max_rank, n), dtype),
+            self.ops.empty((slots.count, -(-n // LANES), slots.max_rank, LANES), dtype),
             self.ops.empty((slots.count, n), "float32"),
             self.ops.empty((slots.count, n), "float32"),
             np.zeros(slots.count, INT32),
@@ -140,7 +142,8 @@ class LoraLinear:
         part = part if self.spec.cut is None else self.spec.cut(part)
         rank = part.b.shape[1]
         table.a[slot, :, :rank] = self._stored(part.a)
-        table.b[slot, :rank] = self._stored(part.b.T)
+        panels = np.pad(part.b, ((0, -len(part.b) % LANES), (0, 0))).reshape(-1, LANES, rank)
+        table.b[slot, :, :rank] = self._stored(panels.transpose(0, 2, 1))
         table.ranks[slot] = rank
         if part.factors is not None or part.offsets is not None:
             n = self.shape[0]

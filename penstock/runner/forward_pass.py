@@ -17,7 +17,7 @@ import numpy as np
 from penstock.config import EngineConfig
 from penstock.errors import InvalidRequestError, NotSupportedError
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import CacheGroup, NewRequest, ScheduledRequest
+from penstock.interface.step import NO_ADAPTER, CacheGroup, NewRequest, ScheduledRequest
 from penstock.kernels.attention.items import first_seen
 from penstock.kernels.metadata import AttentionParams, KVScales
 from penstock.kernels.ops import Ops
@@ -85,8 +85,10 @@ class ForwardPass:
         self._model, self._ops = model, ops
         self._config, self._numbers, self._kv_scales = config, model_config, kv_scales
 
-    def run(self, token_ids: Sequence[int], wanted: Wanted, *, max_bytes: int = MAX_BYTES) -> ForwardOutput:
-        """Compute a pass over at least one token.
+    def run(
+        self, token_ids: Sequence[int], wanted: Wanted, *, max_bytes: int = MAX_BYTES, adapter: int = NO_ADAPTER
+    ) -> ForwardOutput:
+        """Compute a pass over at least one token. adapter: the slot of the LoRA adapter to compute it with.
 
         Raises:
             InvalidRequestError: the results would take more than max_bytes; `param` names the largest.
@@ -95,7 +97,7 @@ class ForwardPass:
         blocks = self._blocks()
         self._check_size(len(token_ids), wanted, max_bytes)
         seen = _Seen([[] for _ in blocks], [[] for _ in blocks])
-        runner = self._runner(token_ids)
+        runner = self._runner(token_ids, adapter)
         most = self._config.scheduler.max_num_batched_tokens or len(token_ids)
         with runner.computing(), _watching(blocks, seen, wanted):
             for start in range(0, len(token_ids), most):
@@ -140,7 +142,7 @@ class ForwardPass:
             whole *= FLOAT32.type(self._numbers.residual_scale)
         return whole
 
-    def _runner(self, token_ids: Sequence[int]) -> ModelRunner:
+    def _runner(self, token_ids: Sequence[int], adapter: int) -> ModelRunner:
         """Make a runner that knows the tokens, with caches for them alone: a token's slot is its position."""
         num_blocks = -(-len(token_ids) // BLOCK_SIZE)
         sinks, rules = self._numbers.num_sink_tokens, self._rules()
@@ -150,7 +152,8 @@ class ForwardPass:
         ]
         runner = ModelRunner(self._model, self._ops, groups, self._config, self._numbers, self._kv_scales)
         tables = [list(range(num_blocks)) for _ in groups]
-        runner.batch.add_request(NewRequest(NAME, list(token_ids), len(token_ids), GREEDY, 0, tables))
+        request = NewRequest(NAME, list(token_ids), len(token_ids), GREEDY, 0, tables, adapter=adapter)
+        runner.batch.add_request(request)
         return runner
 
     def _compute(self, runner: ModelRunner, start: int, count: int, seen: _Seen, wanted: Wanted) -> None:

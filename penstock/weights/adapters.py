@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InvalidRequestError, ModelLoadError, hint, one_line, shown
-from penstock.kernels.ops import TensorRows
+from penstock.kernels.coding import Coding
+from penstock.kernels.ops import RowSource, TensorRows
 from penstock.kernels.tensors import FLOAT32, Array
+from penstock.layers.factory import Runs
 from penstock.layers.lora import Adapter, AdapterPart, is_adaptable, piece_ends
 from penstock.spec.config_reader import ConfigReader, read_json
 from penstock.spec.param_table import Layout, Parameter
@@ -35,6 +37,7 @@ MAX_RANK = 256
 MAX_BYTES = 2**34  # of an adapter's files
 READ_BYTES = 2**24  # of a file that are hashed at once
 MAX_REPEATS = 3  # in a pattern of names
+WHOLE = "modules_to_save is supported only if the adapter is merged (merge_lora), not for each of several adapters"
 NORM_ROWS = 1024  # rows of a weight whose norms are computed at once
 FORMS = {  # what follows the name of a module -> the kind of the tensor
     "lora_A.weight": "a", "lora_B.weight": "b", "lora_B.bias": "b_bias",
@@ -45,10 +48,12 @@ HARMLESS = (  # they describe the training, or the tensors say the same
     "lora_dropout", "init_lora_weights", "exclude_modules", "layers_pattern", "loftq_config", "eva_config",
     "corda_config", "megatron_config", "megatron_core", "ensure_weight_tying", "qalora_group_size", "fan_in_fan_out",
     "target_modules", "layers_to_transform", "modules_to_save", "runtime_config", "lora_bias", "bias", "lora_ga_config",
+    "velora_config",
 )  # fmt: skip
 NEUTRAL: dict[str, Any] = {  # that would change what is computed
     "layer_replication": None, "use_qalora": False, "use_bdlora": None, "alora_invocation_tokens": None,
     "target_parameters": None, "trainable_token_indices": None, "arrow_config": None, "monteclora_config": None,
+    "kasa_config": None,
 }  # fmt: skip
 
 
@@ -172,8 +177,8 @@ class AdapterReader:
                     self._places.setdefault(name.removesuffix(".weight"), place)
                     self._places.setdefault(name.removesuffix(".weight").removeprefix(prefix), place)
 
-    def read(self, directory: Path, max_rank: int = MAX_RANK) -> Adapter:
-        """Read an adapter: its part in each parameter that it changes.
+    def read(self, directory: Path, max_rank: int = MAX_RANK, *, saved: dict[str, RowSource] | None = None) -> Adapter:
+        """Read an adapter: its part in each parameter that it changes. saved: gets the weights that it replaces.
 
         Raises:
             ModelLoadError: a file is damaged, an option is not supported, or a tensor does not fit the model; the
@@ -183,7 +188,7 @@ class AdapterReader:
         config = AdapterConfig.read(directory / CONFIG)
         file = _tensor_file(directory)
         checkpoint = Checkpoint(directory, [file])
-        modules = self._modules(checkpoint)
+        modules = self._modules(checkpoint, saved)
         by_parameter: dict[str, dict[str, dict[str, Array]]] = {}
         layouts: dict[str, Layout] = {}
         for module, names in modules.items():
@@ -194,17 +199,26 @@ class AdapterReader:
                 raise ModelLoadError(message)
             found = self._values(checkpoint, config, module, names, place, max_rank)
             by_parameter.setdefault(place.parameter.name, {})[module] = found
-        if not by_parameter:
+        if not by_parameter and not saved:
             raise ModelLoadError(f"{file}: it holds no matrices of LoRA")
         return {name: self._part(name, layouts[name], found) for name, found in by_parameter.items()}
 
-    def _modules(self, checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-        """Sort the tensors by module: the name of each kind of tensor."""
+    def merged(self, directory: Path) -> "MergedSource":
+        """Merge an adapter into the values of the model. Raise ModelLoadError as `read` does."""
+        saved: dict[str, RowSource] = {}
+        adapter = self.read(directory, saved=saved)
+        return MergedSource(self._source, self.parameters, adapter, saved)
+
+    def _modules(self, checkpoint: Checkpoint, saved: dict[str, RowSource] | None) -> dict[str, dict[str, str]]:
+        """Sort the tensors by module: the name of each kind of tensor. saved: gets whole weights, by parameter."""
         modules: dict[str, dict[str, str]] = {}
         for name in checkpoint.entries:
             short = name.removeprefix(PREFIX)
             form = next((form for form in FORMS if short.endswith(f".{form}")), None)
-            if form is None:
+            place = self._places.get(short.removesuffix(".weight"))
+            if form is None and saved is not None and place is not None and len(place.layout.sources) == 1:
+                saved[place.parameter.name] = _whole(checkpoint, name, place)
+            elif form is None:
                 self._refuse(name, short)
             else:
                 modules.setdefault(short.removesuffix(f".{form}"), {})[FORMS[form]] = name
@@ -323,6 +337,77 @@ class AdapterReader:
                 last = min(first + NORM_ROWS, end)
                 found[first:last] = np.linalg.norm(read_rows(rows, first, last) + b[first:last] @ a[piece], axis=1)
         return found
+
+
+def _whole(checkpoint: Checkpoint, name: str, place: _Place) -> RowSource:
+    """Read a weight that an adapter replaces."""
+    (shape,) = place.layout.sources.values()
+    if checkpoint.entries[name].shape != shape:
+        found = list(checkpoint.entries[name].shape)
+        raise ModelLoadError(f"{name}: it has the shape {found}; the model requires {list(shape)}")
+    return parameter_rows(place.layout, lambda *_: checkpoint.rows(name))
+
+
+@dataclass(frozen=True, slots=True)
+class MergedSource:
+    """The parameters of a model with an adapter merged into them. Those that it changes are floats, even if the
+    checkpoint codes them.
+
+    Attributes:
+        saved: the parameters that the adapter replaces.
+    """
+
+    source: ParameterSource
+    parameters: Mapping[str, Parameter]
+    adapter: Adapter
+    saved: Mapping[str, RowSource]
+
+    @property
+    def codings(self) -> set[Coding]:
+        """The different codings of the weights that are kept."""
+        return {coding for item in self.parameters.values() for _, coding in self.runs(item) if coding is not None}
+
+    def runs(self, parameter: Parameter) -> Runs:
+        changed = parameter.name in self.adapter or parameter.name in self.saved
+        return () if changed else self.source.runs(parameter)
+
+    def rows(self, parameter: Parameter) -> RowSource:
+        if parameter.name in self.saved:
+            return self.saved[parameter.name]
+        if parameter.tied_to in self.saved:
+            return self.saved[parameter.tied_to]
+        rows, weight = self.source.rows(parameter), f"{parameter.name.removesuffix('.bias')}.weight"
+        if parameter.name in self.adapter:
+            ends = piece_ends(self.parameters[parameter.name])
+            return MergedRows(RoundedRows(rows, FLOAT32), self.adapter[parameter.name], ends)
+        if parameter.name == weight or weight not in self.adapter:
+            return rows
+        part, bias = self.adapter[weight], read_rows(rows, 0, rows.shape[0]).astype(FLOAT32)
+        factors = 1 if part.factors is None else part.factors
+        return TensorRows(bias * factors + (0 if part.offsets is None else part.offsets))
+
+
+@dataclass(frozen=True, slots=True)
+class MergedRows:
+    """The rows of a weight with those of B A added. piece_ends: of the weight."""
+
+    source: RowSource
+    part: AdapterPart
+    piece_ends: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def read(self, start: int, stop: int) -> Array:
+        rows = np.array(read_rows(self.source, start, stop), dtype=FLOAT32)
+        if self.part.factors is not None:
+            rows *= self.part.factors[start:stop, None]
+        for piece, (begin, end) in enumerate(itertools.pairwise((0, *self.piece_ends))):
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                rows[first - start : last - start] += self.part.b[first:last] @ self.part.a[piece]
+        return rows
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Array:

@@ -40,6 +40,7 @@ from penstock.layers.weights import (
 from penstock.models.registry import find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
+from penstock.weights.adapters import AdapterReader, MergedSource
 from penstock.weights.instance import Weights
 from penstock.weights.packed import find_packed, read_info, restore_packed
 from penstock.weights.rows import RoundedRows
@@ -52,6 +53,7 @@ from penstock.weights.sources import (
     has_weights,
     open_source,
     read_parameters,
+    read_table,
 )
 
 ROTARY_BYTES = 4  # per element of a table; float64 is used for only a few positions at a time
@@ -133,23 +135,36 @@ class Stored:
         found: Iterable[Coding] = ()
         if self.packed is not None:
             found = read_info(self.packed).codings
-        elif isinstance(self.source, CheckpointSource | DescribedSource) and not self.is_decoded:
+        elif isinstance(self.source, CheckpointSource | DescribedSource | MergedSource) and not self.is_decoded:
             found = self.source.codings
         return tuple(sorted(found, key=lambda coding: coding.name))
 
 
 def open_stored(
-    directory: str | Path | Checkpoint, model_config: ModelConfig, load_format: str, *, is_complete: bool = True
+    directory: str | Path | Checkpoint,
+    model_config: ModelConfig,
+    load_format: str,
+    *,
+    is_complete: bool = True,
+    merge_lora: str | None = None,
 ) -> Stored:
     """Read the headers of a model's weights.
 
     load_format: as in load_model; "mock" has no weights.
     is_complete: False if the directory may lack its weights. config.json then says how they are coded, as for random
         weights.
+    merge_lora: directory of a LoRA adapter to merge into the values.
 
     Raises:
-        ModelLoadError: the checkpoint does not fit the architecture.
+        ModelLoadError: the checkpoint, or the adapter, does not fit the architecture.
     """
+    if merge_lora is not None:
+        base = open_stored(directory, model_config, load_format, is_complete=is_complete)
+        if base.packed is not None:
+            raise NotSupportedError(
+                "merge_lora: packed weights cannot be changed; use the checkpoint", param="merge_lora"
+            )
+        return replace(base, source=open_reader(model_config, base.source).merged(Path(merge_lora)))
     if load_format != "auto" or not (is_complete or has_weights(directory)):
         described = None if load_format == "mock" else model_config.quantization
         return (
@@ -157,6 +172,12 @@ def open_stored(
         )
     packed = None if isinstance(directory, Checkpoint) else find_packed(Path(directory))
     return Stored(source=open_source(directory, model_config, load_format)) if packed is None else Stored(packed)
+
+
+def open_reader(model_config: ModelConfig, source: ParameterSource) -> AdapterReader:
+    """Make the reader of a model's LoRA adapters. source: the values of its parameters."""
+    table = read_table(model_config)
+    return AdapterReader(table.parameters(model_config), source, table.prefix)
 
 
 def make_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
@@ -175,6 +196,9 @@ def make_model(
     Raises:
         ModelLoadError: its weights cannot be served.
     """
+    if not isinstance(weights, Stored):
+        place_of, merged = weights, config.lora.merge_lora
+        weights = open_stored(place_of, model_config, config.numerics.load_format, merge_lora=merged)
     return load_model(
         weights,
         model_config,

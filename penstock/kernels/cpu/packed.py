@@ -427,7 +427,7 @@ class NativeLora:
         self.struct.piece_ends[:pieces] = table.piece_ends
         self.struct.leaf_ends[: len(table.leaf_ends)] = table.leaf_ends
         self.struct.a = address(table.a, (slots, pieces, rank, depth), dtype, "a")
-        self.struct.b = address(table.b, (slots, rank, columns), dtype, "b")
+        self.struct.b = address(table.b, (slots, -(-columns // 16), rank, 16), dtype, "b")
         for name in ("factors", "offsets"):
             setattr(self.struct, name, address(getattr(table, name), (slots, columns), FLOAT32, name))
         for name in ("ranks", "scaled"):

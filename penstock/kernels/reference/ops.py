@@ -163,11 +163,11 @@ class ReferenceOps:
     def lora_expand(self, hidden: Tensor, table: LoraTable, slots: Tensor, y: Tensor) -> Tensor:
         for slot in set(slots.tolist()) - {-1}:
             rows, rank = slots == slot, int(table.ranks[slot])
-            changed = y[rows]
+            changed, b = y[rows], table.b[slot, :, :rank].transpose(0, 1).flatten(1)[:, : y.shape[1]].float()
             if table.scaled[slot]:
                 changed = changed * table.factors[slot] + table.offsets[slot]
             for piece, (begin, end) in enumerate(itertools.pairwise((0, *table.piece_ends))):
-                changed[:, begin:end] += hidden[rows, piece, :rank] @ table.b[slot, :rank, begin:end].float()
+                changed[:, begin:end] += hidden[rows, piece, :rank] @ b[:, begin:end]
             y[rows] = changed
         return y
 

@@ -186,7 +186,7 @@ struct PenstockLora {
     std::int64_t piece_ends[penstock::MAX_PIECES];
     std::int64_t leaf_ends[penstock::MAX_LEAVES];
     const void* a;                // [slots][pieces][max_rank][k]
-    const void* b;                // [slots][max_rank][n]
+    const void* b;                // [slots][n / 16, rounded up][max_rank][16]
     const float* factors;         // [slots][n], as offsets
     const float* offsets;
     const std::int32_t* ranks;    // [slots] rows of a and b that count

@@ -162,14 +162,23 @@ PENSTOCK_INLINE void store(std::int32_t* to, I32x16 a) {
     for (int i = 0; i < PARTS; ++i) *reinterpret_cast<Unaligned*>(to + i * PART_LANES) = a.part[i];
 }
 
+// PART_LANES words. GCC does not find the instruction that widens them all.
+PENSTOCK_INLINE UintPart widened(const std::uint16_t* from) {
+    typedef ShortPart Unaligned __attribute__((aligned(2), may_alias));
+    const ShortPart half = *reinterpret_cast<const Unaligned*>(from);
+#if defined(__AVX512F__)
+    return reinterpret_cast<UintPart>(_mm512_maskz_cvtepu16_epi32(0xFFFF, reinterpret_cast<__m256i>(half)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<UintPart>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(half)));
+#else
+    return __builtin_convertvector(half, UintPart);
+#endif
+}
+
 // From bfloat16.
 PENSTOCK_INLINE F32x16 load(const std::uint16_t* from) {
-    typedef ShortPart Unaligned __attribute__((aligned(2), may_alias));
     U32x16 bits;
-    for (int i = 0; i < PARTS; ++i) {
-        const ShortPart half = *reinterpret_cast<const Unaligned*>(from + i * PART_LANES);
-        bits.part[i] = __builtin_convertvector(half, UintPart);
-    }
+    for (int i = 0; i < PARTS; ++i) bits.part[i] = widened(from + i * PART_LANES);
     return bits_as<F32x16>(bits << 16u);
 }
 

@@ -11,7 +11,7 @@ namespace {
 constexpr std::int64_t ROW_BLOCK = 64;       // rows of an item
 constexpr std::int64_t SHRINK_COLUMNS = 4;   // columns of an item, each of which reads K elements
 constexpr std::int64_t EXPAND_COLUMNS = 256;
-constexpr std::int64_t SERIAL_PRODUCTS = 64 << 10;  // fewer take less time than waking a helper
+constexpr std::int64_t SERIAL_PRODUCTS = 256 << 10;  // fewer take less time than waking a helper
 
 // Rows with one adapter.
 struct Group {
@@ -24,6 +24,7 @@ struct Groups {
     Group* group;
     std::int32_t* order;  // rows, group after group
     std::int32_t count, items;
+    std::int64_t columns;  // over all rows
 };
 
 // Group the rows whose adapter does anything here. columns(slot): how many it computes.
@@ -34,7 +35,7 @@ Groups grouped(
     const Columns& columns) {
     BumpAllocator counter(nullptr);
     const auto allocate = [&](BumpAllocator& memory) {
-        return Groups{memory.allocate<Group>(lora.slots), memory.allocate<std::int32_t>(rows), 0, 0};
+        return Groups{memory.allocate<Group>(lora.slots), memory.allocate<std::int32_t>(rows), 0, 0, 0};
     };
     allocate(counter);
     BumpAllocator memory(context.workspace.reserve(counter.bytes()));
@@ -49,15 +50,16 @@ Groups grouped(
         if (used == begin) continue;
         found.group[found.count++] = {slot, found.items, begin, used};
         found.items += static_cast<std::int32_t>(divide_up(used - begin, ROW_BLOCK) * divide_up(width, step));
+        found.columns += (used - begin) * width;
     }
     return found;
 }
 
-// Call kernel(args) for every block of rows and columns of every group.
+// Call kernel(args) for every block of rows and columns of every group. depth: products that a column of a row adds.
 template <class Columns>
 Status for_groups(
     Context& context, void (*kernel)(const LoraArgs&), LoraArgs args, const std::int32_t* slots, std::int64_t rows,
-    std::int64_t step, std::int64_t cost, const Columns& columns) {
+    std::int64_t step, std::int64_t depth, const Columns& columns) {
     const bool known = std::all_of(slots, slots + rows, [&](std::int32_t slot) {
         return slot >= -1 && slot < args.lora->slots;
     });
@@ -77,7 +79,7 @@ Status for_groups(
         own.end = std::min(own.begin + step, width);
         kernel(own);
     };
-    context.pool.parallel_for(groups.items, task, groups.items * cost < SERIAL_PRODUCTS);
+    context.pool.parallel_for(groups.items, task, groups.columns * depth < SERIAL_PRODUCTS);
     return STATUS_OK;
 }
 
@@ -93,7 +95,7 @@ extern "C" std::int32_t penstock_lora_shrink(
         const LoraArgs args{lora, 0, nullptr, 0, 0, 0, x, hidden, nullptr, 0};
         const auto columns = [=](std::int64_t slot) { return lora->ranks[slot] * std::int64_t{lora->pieces}; };
         return for_groups(*context, context->rows.lora_shrink[lora->type], args, slots, rows, SHRINK_COLUMNS,
-                          SHRINK_COLUMNS * lora->k, columns);
+                          lora->k, columns);
     });
 }
 
@@ -106,7 +108,7 @@ extern "C" std::int32_t penstock_lora_expand(
             return lora->ranks[slot] > 0 || lora->scaled[slot] != 0 ? lora->n : std::int64_t{0};
         };
         return for_groups(*context, context->rows.lora_expand[lora->type], args, slots, rows, EXPAND_COLUMNS,
-                          EXPAND_COLUMNS * lora->max_rank, columns);
+                          lora->max_rank, columns);
     });
 }
 

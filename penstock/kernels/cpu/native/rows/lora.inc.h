@@ -8,7 +8,7 @@ namespace penstock {
 namespace {
 
 // Rows and columns that are computed together, so that what one of them loads serves the others.
-constexpr int LORA_ROWS = 4, LORA_COLUMNS = 2;
+constexpr int LORA_ROWS = 4, LORA_COLUMNS = PARTS == 1 ? 4 : 2, LORA_PANELS = 2, PANELS_AHEAD = 16;
 
 // The sums over leaves first .. first + count - 1 of a K that LoraArgs::leaf_ends cuts, added as a binary tree.
 PENSTOCK_INLINE float leaf_tree(float* leaves, int count) {
@@ -54,7 +54,7 @@ void lora_shrink(const LoraArgs& args) {
     const Element* const all = static_cast<const Element*>(lora.a) + args.slot * lora.pieces * lora.max_rank * lora.k;
     for (std::int64_t first = 0; first < args.rows; first += LORA_ROWS) {
         const int rows = static_cast<int>(args.rows - first < LORA_ROWS ? args.rows - first : LORA_ROWS);
-        for (std::int64_t at = args.begin; at < args.end; at += LORA_COLUMNS) {
+        for (std::int64_t at = args.begin; at < args.end;) {
             const std::int64_t piece = at / rank, column = at % rank;  // a tile does not cross the end of a piece
             const Element* const a = all + (piece * lora.max_rank + column) * lora.k;
             const Element* x[LORA_ROWS];
@@ -63,7 +63,8 @@ void lora_shrink(const LoraArgs& args) {
                 x[row] = static_cast<const Element*>(args.x) + args.row[first + row] * lora.k;
                 hidden[row] = args.hidden + (args.row[first + row] * lora.pieces + piece) * lora.max_rank + column;
             }
-            const bool single = args.end - at < LORA_COLUMNS || rank - column < LORA_COLUMNS;
+            const std::int64_t left = args.end - at < rank - column ? args.end - at : rank - column;
+            const bool single = left < LORA_COLUMNS;
             with_constant<LORA_ROWS>(rows, [&](auto number) {
                 constexpr int ROWS = decltype(number)::value;
                 if (single)
@@ -71,56 +72,90 @@ void lora_shrink(const LoraArgs& args) {
                 else
                     shrink_tile<Element, ROWS, LORA_COLUMNS>(lora, x, a, hidden);
             });
-            at -= single ? LORA_COLUMNS - 1 : 0;
+            at += single ? 1 : LORA_COLUMNS;
         }
     }
 }
 
-// Sixteen columns of ROWS rows. Products are added in ascending order of the rank.
-template <class Element, int ROWS>
-PENSTOCK_INLINE void expand_tile(
-    const PenstockLora& lora, std::int64_t slot, std::int64_t rank, const Element* b, const float* const* hidden,
-    float* const* out, std::int64_t column, int count) {
-    F32x16 total[ROWS];
-    for (F32x16& lanes : total) lanes = 0.0f;
-    for (std::int64_t j = 0; j < rank; ++j) {
-        const F32x16 from = load_some(b + j * lora.n + column, count);
-        for (int row = 0; row < ROWS; ++row) total[row] = total[row] + from * F32x16(hidden[row][j]);
+// Columns begin .. end - 1, inside one piece, of neighbouring panels. Products are added in ascending order of the rank.
+struct ExpandTile {
+    const PenstockLora* lora;
+    std::int64_t slot, rank;
+    const float* hidden[LORA_ROWS];
+    float* out[LORA_ROWS];
+    std::int64_t begin, end;
+    std::int64_t ahead;  // elements of b from what is multiplied to what is prefetched
+};
+
+template <class Element, int ROWS, int PANELS>
+PENSTOCK_INLINE void expand_tile(const ExpandTile& tile, std::int64_t panel) {
+    const PenstockLora& lora = *tile.lora;
+    const std::int64_t panels = (lora.n + LANES - 1) / LANES, stride = lora.max_rank * LANES;
+    const Element* const b = static_cast<const Element*>(lora.b) + (tile.slot * panels + panel) * stride;
+    F32x16 total[ROWS][PANELS];
+    for (auto& row : total)
+        for (F32x16& lanes : row) lanes = 0.0f;
+    for (std::int64_t j = 0; j < tile.rank; ++j) {
+        F32x16 from[PANELS];
+        for (int i = 0; i < PANELS; ++i) {
+            from[i] = load(b + i * stride + j * LANES);
+            prefetch_to_l2(b + i * stride + j * LANES + tile.ahead);
+        }
+        for (int row = 0; row < ROWS; ++row)
+            for (int i = 0; i < PANELS; ++i) total[row][i] = total[row][i] + from[i] * F32x16(tile.hidden[row][j]);
     }
-    const bool scaled = lora.scaled[slot] != 0;
-    for (int row = 0; row < ROWS; ++row) {
-        F32x16 value = load_some(out[row] + column, count);
-        if (scaled)
-            value = value * load_some(lora.factors + slot * lora.n + column, count) +
-                    load_some(lora.offsets + slot * lora.n + column, count);
-        store_some(out[row] + column, value + total[row], count);
+    const bool scaled = lora.scaled[tile.slot] != 0;
+    const std::int64_t of_slot = tile.slot * lora.n;
+    for (int i = 0; i < PANELS; ++i) {
+        const std::int64_t first = (panel + i) * LANES;
+        for (int row = 0; row < ROWS; ++row) {
+            if (first >= tile.begin && first + LANES <= tile.end) {
+                F32x16 value = load(tile.out[row] + first);
+                if (scaled)
+                    value = value * load(lora.factors + of_slot + first) + load(lora.offsets + of_slot + first);
+                store(tile.out[row] + first, value + total[row][i]);
+                continue;
+            }
+            float lanes[LANES];
+            store(lanes, total[row][i]);
+            for (int lane = 0; lane < LANES; ++lane) {
+                const std::int64_t column = first + lane;
+                if (column < tile.begin || column >= tile.end) continue;
+                float value = tile.out[row][column];
+                if (scaled) value = value * lora.factors[of_slot + column] + lora.offsets[of_slot + column];
+                tile.out[row][column] = value + lanes[lane];
+            }
+        }
     }
 }
 
 template <class Element>
 void lora_expand(const LoraArgs& args) {
     const PenstockLora& lora = *args.lora;
-    const std::int64_t rank = lora.ranks[args.slot];
-    const Element* const b = static_cast<const Element*>(lora.b) + args.slot * lora.max_rank * lora.n;
+    ExpandTile tile = {&lora, args.slot, lora.ranks[args.slot], {}, {}, 0, 0, 0};
     for (std::int64_t first = 0; first < args.rows; first += LORA_ROWS) {
         const int rows = static_cast<int>(args.rows - first < LORA_ROWS ? args.rows - first : LORA_ROWS);
-        std::int64_t begin = args.begin;
-        for (std::int64_t piece = 0; piece < lora.pieces && begin < args.end; ++piece) {
-            const std::int64_t end = lora.piece_ends[piece] < args.end ? lora.piece_ends[piece] : args.end;
-            if (end <= begin) continue;
-            const float* hidden[LORA_ROWS];
-            float* out[LORA_ROWS];
+        tile.end = args.begin;
+        tile.ahead = first == 0 ? PANELS_AHEAD * lora.max_rank * LANES : 0;  // the first rows read from memory
+        for (std::int64_t piece = 0; piece < lora.pieces; ++piece) {
+            tile.begin = tile.end;
+            tile.end = lora.piece_ends[piece] < args.end ? lora.piece_ends[piece] : args.end;
+            if (tile.end <= tile.begin) {
+                tile.end = tile.begin;
+                continue;
+            }
             for (int row = 0; row < rows; ++row) {
-                hidden[row] = args.hidden + (args.row[first + row] * lora.pieces + piece) * lora.max_rank;
-                out[row] = args.out + args.row[first + row] * args.out_stride;
+                tile.hidden[row] = args.hidden + (args.row[first + row] * lora.pieces + piece) * lora.max_rank;
+                tile.out[row] = args.out + args.row[first + row] * args.out_stride;
             }
             with_constant<LORA_ROWS>(rows, [&](auto number) {
                 constexpr int ROWS = decltype(number)::value;
-                each_vector(end - begin, [&](std::int64_t i, int count) __attribute__((always_inline)) {
-                    expand_tile<Element, ROWS>(lora, args.slot, rank, b, hidden, out, begin + i, count);
-                });
+                const std::int64_t last = (tile.end + LANES - 1) / LANES;
+                std::int64_t panel = tile.begin / LANES;
+                for (; panel + LORA_PANELS <= last; panel += LORA_PANELS)
+                    expand_tile<Element, ROWS, LORA_PANELS>(tile, panel);
+                for (; panel < last; ++panel) expand_tile<Element, ROWS, 1>(tile, panel);
             });
-            begin = end;
         }
     }
 }
