@@ -372,10 +372,9 @@ class MergedSource:
         return () if changed else self.source.runs(parameter)
 
     def rows(self, parameter: Parameter) -> RowSource:
-        if parameter.name in self.saved:
-            return self.saved[parameter.name]
-        if parameter.tied_to in self.saved:
-            return self.saved[parameter.tied_to]
+        for name in (parameter.name, parameter.tied_to):
+            if name in self.saved and name is not None:
+                return self.saved[name]
         rows, weight = self.source.rows(parameter), f"{parameter.name.removesuffix('.bias')}.weight"
         if parameter.name in self.adapter:
             ends = piece_ends(self.parameters[parameter.name])

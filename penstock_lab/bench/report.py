@@ -122,6 +122,23 @@ def print_forms(result: dict[str, Any]) -> None:
     console.print(f"first token of one request: {first:.1f} ms, with the form {extra:+.1f} ms")
 
 
+def print_lora(result: dict[str, Any]) -> None:
+    """Print the figures of bench.lora."""
+    console, count = Console(), result["adapters"]
+    workload = f"{result['num_prompts']} x {result['input_len']} in, {result['output_len']} out"
+    title = f"{result['model']}: {workload}, adapters of rank {result['rank']}"
+    table = Table("requests", "ms per step", "throughput", title=title)
+    shown = {
+        "plain": "an engine without LoRA",
+        "none": "an engine with LoRA: without adapters",
+        "one": "all with the same adapter",
+        "all": f"in turns with {count} adapters",
+    }
+    for name, text in shown.items():
+        table.add_row(text, _number(result[f"{name}_step_ms"]), f"{result[f'{name}_throughput']:.1%}")
+    console.print(table)
+
+
 def _print_shares(console: Console, result: dict[str, Any]) -> None:
     """Print the spread of the shares of the stretches between probes, and their medians by the machine's state."""
     parts = {name: part["stretches"] for name, part in _parts(result).items() if part["stretches"] is not None}

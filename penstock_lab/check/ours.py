@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,11 +19,12 @@ from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.ops import Ops
 from penstock.layers.decoder import Attention
+from penstock.layers.lora import LoraSlots
 from penstock.layers.module import ForwardContext, named_modules, replaced
-from penstock.layers.weights import LayerNorm, RMSNorm
+from penstock.layers.weights import LayerNorm, RMSNorm, adapted_products
 from penstock.models.config_json import load_model_config
 from penstock.spec.model_config import ModelConfig
-from penstock.weights.loader import Place, load_model
+from penstock.weights.loader import Place, load_model, open_reader, open_stored
 from penstock_lab.check.twin import Call, Trace, float_tensors, watching
 
 BLOCK_SIZE = 16
@@ -38,8 +40,8 @@ class OurModel:
     model: Any
 
     @classmethod
-    def load(cls, directory: Path, *, dtype: str, kernels: str, tokens: int) -> "OurModel":
-        """Load the model for a prompt of `tokens` tokens.
+    def load(cls, directory: Path, *, dtype: str, kernels: str, tokens: int, adapter: str | None = None) -> "OurModel":
+        """Load the model for a prompt of `tokens` tokens. adapter: directory of a LoRA adapter for all of them.
 
         Raises:
             ModelLoadError, InvalidRequestError: as in load_model.
@@ -47,7 +49,15 @@ class OurModel:
         config = load_model_config(directory)
         ops = load_ops(kernels, getattr(torch, dtype))
         place, slices = Place(free_memory_bytes), 3 if dtype == "float32" else 2
-        model = load_model(directory, config, ops, max_model_len=tokens, place=place, slices=slices)
+        if adapter is None:
+            model = load_model(directory, config, ops, max_model_len=tokens, place=place, slices=slices)
+            return cls(directory, config, ops, model)
+        found = open_reader(config, open_stored(directory, config, "auto").source).read(Path(adapter))
+        lora = LoraSlots(ops, 1, max(part.b.shape[1] for part in found.values()), tokens)
+        model = load_model(directory, config, ops, max_model_len=tokens, place=place, slices=slices, lora=lora)
+        for name, product in adapted_products(model).items():
+            product.load(0, found.get(name))
+        lora.choose(np.zeros(tokens, np.int32))
         return cls(directory, config, ops, model)
 
     @torch.inference_mode()

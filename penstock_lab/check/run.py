@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from penstock_lab.check.parity import LOGPROBS, compare, compare_kernels, find_c
 from penstock_lab.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
 from penstock_lab.check.report import Report
 from penstock_lab.check.target import find_target
-from penstock_lab.check.twin import ATTENTIONS, Twin, transformers
+from penstock_lab.check.twin import ATTENTIONS, Twin, peft, transformers
 from penstock_lab.convert.rewrite import rewrite_model
 
 MIN_PROMPT_TOKENS = 8  # fewest tokens in the prompt
@@ -43,6 +44,7 @@ class Options:
     Attributes:
         model: a directory, a hub name, "demo", a config.json, or the name of an architecture.
         against: directory of the Transformers model to compare with; None: the same as for `model`.
+        adapter: directory of a LoRA adapter, with which both are computed; theirs by PEFT.
         tiny: check a random model with the shrunk config, even if there are weights.
         verify: only compare the native kernels with the reference.
         dtype: type for the engine's guarantees and `verify`; Transformers' layers are compared in float32.
@@ -51,6 +53,7 @@ class Options:
 
     model: str = "demo"
     against: str | None = None
+    adapter: str | None = None
     tiny: bool = False
     verify: bool = False
     dtype: str = "auto"
@@ -60,10 +63,13 @@ class Options:
     def __post_init__(self) -> None:
         check_str("model", self.model)
         check_str("against", self.against, optional=True)
+        check_str("adapter", self.adapter, optional=True)
         check_int("prompt_len", self.prompt_len, MIN_PROMPT_TOKENS, 2**20)
         EngineConfig.from_options(dtype=self.dtype, kernels=self.kernels)
         if self.against is not None and (self.tiny or self.verify):
             raise fail("against", self.against, "left out with --tiny and --verify")
+        if self.adapter is not None and (self.tiny or self.verify or self.against is not None):
+            raise fail("adapter", self.adapter, "left out with --tiny, --verify and --against")
 
 
 def check_model(options: Options, announce: Announce = lambda line: None) -> Report:
@@ -97,8 +103,8 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
         )
         if options.verify:
             return _compare_kernels(report, setting, config, announce)
-        report = _compare_models(report, setting, config, options.against, Path(scratch), announce)
-        if options.against is not None:
+        report = _compare_models(report, setting, config, options, Path(scratch), announce)
+        if options.against is not None or options.adapter is not None:
             return report
         if report.passed:
             announce(f"the engine's guarantees, in {report.dtype}")
@@ -116,13 +122,14 @@ def _compare_kernels(report: Report, setting: Setting, config: ModelConfig, anno
 
 
 def _compare_models(
-    report: Report, setting: Setting, config: ModelConfig, against: str | None, scratch: Path, announce: Announce
+    report: Report, setting: Setting, config: ModelConfig, options: Options, scratch: Path, announce: Announce
 ) -> Report:
     """Compare both models over one prompt. Transformers gets the decoded values of a quantised checkpoint.
 
     Raises:
         InvalidRequestError: `against` has another architecture.
     """
+    against, adapter = options.against, options.adapter
     announce("every layer beside Transformers' module, in float32")
     stored = [item.num_elements for item in read_parameters(config).values() if item.tied_to is None]
     check_memory({"float32 weights of Transformers' model": 4 * sum(stored)}, free_memory_bytes())
@@ -136,12 +143,14 @@ def _compare_models(
         text = f"against: it holds a {architecture}; it must hold a {config.architecture}, as the model does"
         raise InvalidRequestError(text, param="against")
     prompt, remarks = _prompt(setting, config)
-    ours = OurModel.load(setting.directory, dtype="float32", kernels=setting.kernels, tokens=len(prompt))
-    found = compare(ours, Twin.load(theirs), prompt)
+    own: dict[str, Any] = {"dtype": "float32", "kernels": setting.kernels, "tokens": len(prompt)}
+    ours = OurModel.load(setting.directory, **own, adapter=adapter)
+    found = compare(ours, Twin.load(theirs, adapter=adapter), prompt)
     if found.differs_in_attention:
         with contextlib.suppress(ModelLoadError):  # some models, such as Gemma 2, have no second attention
-            again = compare(ours, Twin.load(theirs, ATTENTIONS[1]), prompt)
+            again = compare(ours, Twin.load(theirs, ATTENTIONS[1], adapter), prompt)
             found = found if again.differs_in_attention else again
+    beside += "" if adapter is None else f" with {adapter}, merged by PEFT {peft().__version__}"
     name = f"Transformers {transformers().__version__} ({found.twin.attention}) {beside}".strip()
     return replace(report, against=name, rows=found.rows, cause=find_cause(found), remarks=remarks)
 

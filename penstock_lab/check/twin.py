@@ -5,6 +5,7 @@ A `Trace` has the inputs and outputs of a model's modules during one pass, of th
 Transformers is an optional dependency and is imported nowhere else, except to train the demo model.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -94,8 +95,8 @@ class Twin:
     attention: str
 
     @classmethod
-    def load(cls, directory: Path, attention: str = ATTENTIONS[0]) -> "Twin":
-        """Load the checkpoint of a directory.
+    def load(cls, directory: Path, attention: str = ATTENTIONS[0], adapter: str | None = None) -> "Twin":
+        """Load the checkpoint of a directory. adapter: directory of a LoRA adapter, which PEFT merges into it.
 
         Raises:
             ModelLoadError: Transformers is missing, has no such class, or cannot read the checkpoint.
@@ -111,6 +112,10 @@ class Twin:
             model = model_class.from_pretrained(
                 directory, dtype=torch.float32, attn_implementation=attention, **options
             )
+        if adapter is not None:
+            with load_errors(f"{adapter}: PEFT cannot load it"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what Transformers has renamed, and PEFT still reads
+                model = peft().PeftModel.from_pretrained(model, adapter).merge_and_unload()
         return cls(model.eval(), attention)
 
     @torch.inference_mode()
@@ -152,6 +157,15 @@ def transformers() -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
+
+
+def peft() -> Any:
+    """Import the package `peft`. Raise ModelLoadError if it is not installed."""
+    try:
+        import peft
+    except ImportError:
+        raise ModelLoadError("check: the comparison with an adapter needs peft: pip install peft") from None
+    return peft
 
 
 def find_class(architecture: str) -> Any:

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   penstock bench offline DIR --load-format dummy        DIR holds only a config.json
   penstock bench offline /models/llama --profile --trace trace.json
   penstock bench offline demo --speculative-config '{"method": "ngram"}' --dataset repeat
+  penstock bench offline DIR --load-format dummy --num-prompts 32 --lora 8    8 LoRA adapters beside none
   penstock bench ops --json ops.json                    every kernel against the machine's limits
   penstock bench ops --dtype bf16 int8 --rows 1 512 --shape 5632x2048
   penstock bench ops --op attend_decode attend_prefill  attention only
@@ -52,10 +53,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     offline.add_argument("--dataset", default=argparse.SUPPRESS, metavar="NAME", help=help_text)
     help_text = "with --speculative-config: drafts that are right with this probability, instead of the method's drafts"
     offline.add_argument("--acceptance", type=float, default=argparse.SUPPRESS, metavar="P", help=help_text)
-    help_text = "how often to run without and with --speculative-config or --json-schema-file, in turn (default: 5)"
+    help_text = "how often to run without and with --speculative-config, --json-schema-file or --lora (default: 5)"
     offline.add_argument("--rounds", type=parse_size, default=argparse.SUPPRESS, metavar="N", help=help_text)
     help_text = "every answer is JSON that the schema in FILE allows; the model needs a tokenizer"
     offline.add_argument("--json-schema-file", type=read_schema, metavar="FILE", help=help_text)
+    help_text = (
+        "compare with this number of random LoRA adapters of --max-lora-rank, over which the requests are spread"
+    )
+    offline.add_argument("--lora", type=parse_size, metavar="N", help=help_text)
     offline.add_argument("--profile", action="store_true", help="show the calls, time and limits of each operation")
     offline.add_argument("--trace", metavar="FILE", help="write the run for chrome://tracing or Perfetto")
     add_engine_options(offline)
@@ -124,6 +129,8 @@ def _check_writable(option: str, path: str) -> None:
 def _prepare_offline(args: argparse.Namespace) -> Bench:
     options = engine_options(args)
     given = {name: getattr(args, name) for name in ("dataset", "acceptance", "rounds") if hasattr(args, name)}
+    if args.lora is not None:
+        return _prepare_lora(args, options)
     if "speculative_config" in options:
         if args.json_schema_file is not None:
             message = "json_schema_file: not allowed with speculative_config, whose runs are compared"
@@ -162,6 +169,15 @@ def _prepare_forms(args: argparse.Namespace, options: dict[str, Any]) -> Bench:
 
     contest = FormContest(args.num_prompts, args.input_len, args.output_len, args.json_schema_file, args.rounds)
     return lambda: measure_forms(options, contest, announce=show_choices, progress=progress), print_forms
+
+
+def _prepare_lora(args: argparse.Namespace, options: dict[str, Any]) -> Bench:
+    from penstock_lab.bench.lora import LoraContest, measure_lora
+    from penstock_lab.bench.report import print_lora
+
+    given = {"rounds": args.rounds} if hasattr(args, "rounds") else {}
+    contest = LoraContest(args.num_prompts, args.input_len, args.output_len, args.lora, **given)
+    return lambda: measure_lora(options, contest, announce=show_choices, progress=progress), print_lora
 
 
 def _prepare_speculation(args: argparse.Namespace, options: dict[str, Any], given: dict[str, Any]) -> Bench:

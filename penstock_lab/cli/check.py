@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   penstock check /models/llama --tiny             its config, shrunk, with random weights: seconds
   penstock check LlamaForCausalLM                 an architecture
   penstock check /models/a --against /models/b    which layer of b is the first that differs from a
+  penstock check /models/llama --adapter /adapters/sql   with a LoRA adapter, beside PEFT
   penstock check /models/llama --files            only its files: structure, checksums, config, tokenizer
   penstock check /models/llama --verify           the native kernels beside the reference; needs no Transformers
 
@@ -37,6 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_imports(parser)
     parser.add_argument("--against", metavar="DIR", help="compare with Transformers' model of another directory")
+    help_text = "compute both with a LoRA adapter, theirs by PEFT, which must be installed"
+    parser.add_argument("--adapter", metavar="DIR", help=help_text)
     parser.add_argument(
         "--tiny", action="store_true", help="use small sizes and random weights even if there are weights"
     )
@@ -68,8 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_files(args: argparse.Namespace) -> int:
-    if args.against or args.tiny or args.verify:
-        raise InvalidRequestError("files: --against, --tiny and --verify compute, --files only reads; give one of them")
+    if args.against or args.adapter or args.tiny or args.verify:
+        message = "files: --against, --adapter, --tiny and --verify compute, --files only reads; give one of them"
+        raise InvalidRequestError(message)
     from penstock_lab.check.files import check_files
 
     handle_signals(terminate=True)

@@ -28,7 +28,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4", "quantization_group_size": 32},
 }
-SIZES = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 500}
+LARGE = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 500}  # products of several panels and items
+SIZES: dict[str, dict[str, Any]] = {"llama": LARGE, "mixtral": LARGE}
 CASES = {case.name: case for case in all_cases()}
 MODELS = [
     *(("llama", form) for form in FORMS),
@@ -46,7 +47,7 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Makes an engine. adapters: the names of those it loads, in this order; (): it has no LoRA."""
     name, form = request.param
     at = tmp_path_factory.mktemp(name)
-    model, directory = CASES[name].make(at, seed=7, **SIZES)
+    model, directory = CASES[name].make(at, seed=7, **SIZES.get(name, {}))
     for seed, (adapter, fields) in enumerate(FIELDS.items()):
         make_adapter(model, at / adapter, seed=seed, **fields).unload()
     fixed = {

@@ -1,4 +1,4 @@
-"""Adapters that are refused: each error names the file and the tensor or the option, and nothing of the engine changes."""
+"""Adapters that are refused: each error names the file and the tensor or the option, and the engine stays as it is."""
 
 import json
 from collections.abc import Callable
@@ -57,6 +57,16 @@ def moved(name: str, to: str | None, shape: tuple[int, ...] | None = None) -> Ca
     return change
 
 
+def renamed(part: str, to: str) -> Callable[[Tensors, dict[str, Any]], None]:
+    """Give all tensors whose names have a part other names."""
+
+    def change(tensors: Tensors, _: dict[str, Any]) -> None:
+        for name in [name for name in tensors if part in name]:
+            tensors[name.replace(part, to)] = tensors.pop(name)
+
+    return change
+
+
 A, B = f"{Q_PROJ}.lora_A.weight", f"{Q_PROJ}.lora_B.weight"
 WRONG: dict[str, tuple[Callable[[Tensors, dict[str, Any]], None], str]] = {
     "another method": (changed("peft_type", "IA3"), "peft_type = 'IA3'"),
@@ -75,7 +85,7 @@ WRONG: dict[str, tuple[Callable[[Tensors, dict[str, Any]], None], str]] = {
     "a wrong A": (moved(A, A, (4, 47)), f"{A}: it has the shape [4, 47]; the model requires [4, 48]"),
     "a wrong B": (moved(B, B, (48, 5)), f"{B}: it has the shape [48, 5]; the model requires [48, 4]"),
     "a vector": (moved(A, A, (4,)), f"{A}: it has the shape [4]"),
-    "no such layer": (moved(A, A.replace("layers.1.", "layers.22.")), "has no module model.layers.22.self_attn.q_proj"),
+    "no such layer": (renamed("layers.1.", "layers.22."), "has no module model.layers.22."),
     "an expert": (moved(A, A.replace("self_attn.q_proj", "mlp.experts.0.up_proj")), "module of experts"),
     "a head": (moved(A, "base_model.model.lm_head.lora_A.weight"), "LoRA of lm_head is not supported"),
     "an embedding": (moved(A, "base_model.model.model.embed_tokens.lora_embedding_A"), "LoRA of an embedding"),

@@ -77,7 +77,8 @@ void lora_shrink(const LoraArgs& args) {
     }
 }
 
-// Columns begin .. end - 1, inside one piece, of neighbouring panels. Products are added in ascending order of the rank.
+// Columns begin .. end - 1, inside one piece, of neighbouring panels. Products are added in ascending order of the
+// rank.
 struct ExpandTile {
     const PenstockLora* lora;
     std::int64_t slot, rank;
