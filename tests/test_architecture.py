@@ -98,6 +98,7 @@ LAB_USES: set[str] = {
     "penstock.tokenizer.answer_formats", "penstock.tokenizer.answers", "penstock.tokenizer.gguf",
     "penstock.tokenizer.hf",
     "penstock.tokenizer.tokenizer",
+    "penstock.weights.adapters",
     "penstock.weights.hub", "penstock.weights.kv_scales", "penstock.weights.loader", "penstock.weights.packed",
     "penstock.weights.rows", "penstock.weights.safetensors", "penstock.weights.sources",
 }  # fmt: skip

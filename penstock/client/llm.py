@@ -43,6 +43,7 @@ from penstock.errors import (
     list_of,
     shown,
 )
+from penstock.interface.messages import LoRARequest
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
 from penstock.interface.pooling import (
     ClassificationRequestOutput,
@@ -110,6 +111,7 @@ class LLM:
         check_bool("standby", standby)
         name = model if isinstance(model, str) else type(model).__name__
         self.config = EngineConfig.from_options(model=name, **options)
+        modules = [LoRARequest(*item) for item in self.config.lora.modules.items()]
         chosen = self.config.text.chat_template
         found = choose_tokenizer(tokenizer, model if isinstance(model, str) else None, chat_template=chosen)
         self._lock = threading.Lock()
@@ -123,7 +125,8 @@ class LLM:
             if data_parallel_size > 1:
                 allowed = "1: several engines need processes of their own (engine_in_process=False)"
                 raise fail("data_parallel_size", data_parallel_size, allowed)
-            built = self._built = build_engine(self.config, None if isinstance(model, str) else model)
+            without = replace(self.config, lora=replace(self.config.lora, lora_modules=()))
+            built = self._built = build_engine(without, None if isinstance(model, str) else model)
             self.config = built.config
             seed = built.config.numerics.seed
             if built.forms is not None:
@@ -131,12 +134,15 @@ class LLM:
             self.client = InProcessClient(built.engine, built.info, found, seed=seed, forms=built.forms)
         elif isinstance(model, str):
             sent, own = {"model": model, **options}, tokenizer is None
+            sent.pop("lora_modules", None)
             make = partial(ProcessClient, sent, found, standby=standby, follows_forms=own)
             self.client = ChildClient(partial(make, engine_plan=EnginePlan(num_engines=data_parallel_size)), found)
         else:
             raise NotSupportedError(
                 "engine_in_process: a model object needs an engine in its own process", param="model"
             )
+        for module in modules:
+            self.client.load_adapter(module)
 
     @property
     def engine(self) -> StepClient:
@@ -191,6 +197,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate one RequestOutput per prompt, in the order given.
@@ -200,6 +207,8 @@ class LLM:
                 these.
             sampling_params: one for all, or one per prompt; None takes the model's defaults.
             use_tqdm: show a progress bar on standard error, if it is a terminal and there are several prompts.
+            lora_request: the LoRA adapter of all prompts, or one per prompt; None: the base model. An adapter is loaded
+                when it is asked for first, which needs enable_lora=True.
             priority: one per prompt; lower comes first, with scheduling_policy="priority".
 
         A request that another thread aborts ends with what it has, and with the finish_reason "abort".
@@ -212,7 +221,7 @@ class LLM:
         final = [replace(item, output_kind=RequestOutputKind.FINAL_ONLY) for item in params]
         results: dict[int, RequestOutput] = {}
         total = len(listed) if use_tqdm else 0
-        outputs = self.stream(listed, final, priority=priority)
+        outputs = self.stream(listed, final, lora_request=lora_request, priority=priority)
         with self._lock, progress("prompts", total) as advance, closing(outputs):
             for index, output in outputs:
                 results[index] = output
@@ -220,15 +229,22 @@ class LLM:
         return [results[index] for index in range(len(listed))]
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """Search for the beam_width best answers to each prompt, in the order given, like vLLM's method of this name.
+
+        lora_request: as for `generate`.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong.
             RequestFailedError: the computation failed.
         """
-        outputs = self.generate(prompts, search_params(params), use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, search_params(params), use_tqdm=use_tqdm, lora_request=lora_request)
         return [search_output(output, self.client.tokenizer) for output in outputs]
 
     def encode(
@@ -320,16 +336,20 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Yield (index of the prompt, output) as tokens arrive, by its output_kind. Leaving early aborts the rest.
+
+        lora_request: as for `generate`.
 
         Raises:
             InvalidRequestError: a prompt or parameter is wrong, or other requests are running, whose outputs would be
                 lost.
         """
         params = self._params(sampling_params, len(prompts))
-        priorities = _priorities(priority, len(prompts))
+        priorities = _one_each("priority", priority, 0, len(prompts))
+        adapters = _adapters(lora_request, len(prompts))
         indices: dict[str, int] = {}
         requests: dict[str, OpenRequest] = {}
         is_alone = False
@@ -340,10 +360,17 @@ class LLM:
                 raise InvalidRequestError(
                     "requests of llm.engine.add_request or of another stream are under way; finish or abort them first"
                 )
-            for index, (prompt, its_params, urgency) in enumerate(zip(prompts, params, priorities, strict=True)):
+            distinct, room = {item for item in adapters if item is not None}, self.client.model_info.max_loras
+            if len(distinct) > room > 0:
+                raise invalid("lora_request", f"{len(distinct)} adapters in one call, but max_loras = {room}")
+            ids = {item: self.client.load_adapter(item) for item in dict.fromkeys(adapters) if item is not None}
+            for index, (prompt, its_params, urgency, item) in enumerate(
+                zip(prompts, params, priorities, adapters, strict=True)
+            ):
                 request_id = self.client.new_request_id()
                 indices[request_id] = index  # before it is opened: a handler of a signal may raise in between
-                request = PromptRequest.of(prompt, its_params, request_id, priority=urgency)
+                adapter = None if item is None else ids[item]
+                request = PromptRequest.of(prompt, its_params, request_id, priority=urgency, adapter=adapter)
                 requests[request_id] = self.client.open(request)
             while indices:
                 for output in self.client.step():
@@ -373,13 +400,14 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, through the model's chat template.
 
         Args:
             messages: mappings with a role and a content, which is a string or a list of text parts
                 {"type": "text", "text": "..."}, as over HTTP; tool calls and their results too.
-            use_tqdm: as for `generate`.
+            use_tqdm, lora_request: as for `generate`.
             continue_final_message: let the model continue the last message; needs add_generation_prompt=False.
             tools: functions that the model may call: {"type": "function", "function": {"name": ..., "parameters":
                 ...}}. The output's text contains the calls as the model writes them, as in vLLM; `read_answer` parses
@@ -398,7 +426,7 @@ class LLM:
             "template_kwargs": chat_template_kwargs,
         }
         prompts = [self._chat_prompt(item, **options) for item in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def read_answer(self, text: str) -> dict[str, Any]:
         """Parse the text of an answer into the message to append to its conversation, in OpenAI's shape.
@@ -505,13 +533,21 @@ class LLM:
         self.shutdown()
 
 
-def _priorities(given: Any, count: int) -> list[Any]:
+def _one_each(name: str, given: Any, default: Any, count: int) -> list[Any]:
+    """Check that a list has an entry for each prompt. None: the default for all."""
     if given is None:
-        return [0] * count
-    listed = list_of("priority", given, max_items=count)
+        return [default] * count
+    listed = list_of(name, given, max_items=count)
     if len(listed) != count:
-        raise invalid("priority", f"{len(listed)} for {count} prompts; give one per prompt")
+        raise invalid(name, f"{len(listed)} for {count} prompts; give one per prompt")
     return list(listed)
+
+
+def _adapters(given: Any, count: int) -> list[LoRARequest | None]:
+    listed = _one_each("lora_request", [given] * count if isinstance(given, LoRARequest) else given, None, count)
+    if not all(item is None or isinstance(item, LoRARequest) for item in listed):
+        raise fail("lora_request", given, "a LoRARequest, or a list of them")
+    return listed
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from penstock.client.adapters import Adapter
 from penstock.client.engine_client import EngineStatus
 from penstock.client.input_processor import InputProcessor, Prompt, PromptRequest
 from penstock.client.open_requests import OpenRequest, OpenRequests, request_of
@@ -41,7 +42,7 @@ from penstock.errors import (
     RequestFailedError,
     check_int,
 )
-from penstock.interface.messages import EngineOutput, ModelInfo
+from penstock.interface.messages import EngineOutput, LoRARequest, ModelInfo
 from penstock.interface.outputs import CompletionOutput, FinishReason, PrefixUse, RequestOutput
 from penstock.interface.sampling_params import SamplingParams
 from penstock.tokenizer.grammars import Grammars
@@ -155,6 +156,15 @@ class StepClient(ABC):
     def _check_usable(self) -> None:
         if self._ended is not None:
             raise EngineDeadError(self._ended)
+
+    @abstractmethod
+    def load_adapter(self, source: LoRARequest) -> str:
+        """Load a LoRA adapter, unless it is loaded with this content, and return the id by which requests name it.
+
+        Raises:
+            InvalidRequestError: its files are wrong, or there is no room for it beside those that open requests use.
+            EngineDeadError: there is no engine any more.
+        """
 
     @abstractmethod
     def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
@@ -297,6 +307,14 @@ class InProcessClient(StepClient):
             if self._ended is None:
                 self.engine.abort(engine_request_id)
 
+    def load_adapter(self, source: LoRARequest) -> str:
+        self._check_usable()
+        adapter = Adapter.read(source)
+        with self._using_engine():
+            if adapter.id not in [item.name for item in self.engine.adapters or ()]:
+                self.engine.add_adapter(adapter.id, source.lora_path, adapter.sha256)
+        return adapter.id
+
     def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
         self._check_usable()
         if self.has_unfinished_requests():
@@ -408,6 +426,9 @@ class ChildClient(StepClient):
     def abort(self, request_id: str) -> bool:
         return self._ended is None and self._call(self._abort, request_id)
 
+    def load_adapter(self, source: LoRARequest) -> str:
+        return self._run(self._load_adapter, source)
+
     def pin_prefix(self, prompt: Prompt, name: str | None = None) -> PrefixUse:
         return self._run(self._client.pin_prefix, PromptRequest.of(prompt), name)
 
@@ -434,6 +455,14 @@ class ChildClient(StepClient):
         opened = await self._client.open(request)
         self._streams[opened.request_id] = _Stream(opened, self._next_of(opened))
         return opened
+
+    async def _load_adapter(self, source: LoRARequest) -> str:
+        """Load an adapter. If there is no place, the one that had its name makes way, or else the oldest."""
+        client, adapter = self._client, await asyncio.to_thread(Adapter.read, source)
+        names = {item.name: item.id for item in client.adapters()}
+        if adapter.id not in names.values() and len(names) >= client.model_info.max_loras and names:
+            await client.unload_adapter(adapter.name if adapter.name in names else next(iter(names)))
+        return (await client.load_adapter(source, load_inplace=True)).id
 
     def _next_of(self, request: OpenRequest) -> "asyncio.Task[RequestOutput]":
         return self._loop.create_task(self._client.next_output(request))

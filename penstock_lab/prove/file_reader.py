@@ -19,10 +19,11 @@ from penstock.kernels.backends import load_ops
 from penstock.models.config_json import load_model_config
 from penstock.ranks.sharding_map import ShardingMap
 from penstock.spec.param_table import ParamTable
+from penstock.weights.adapters import digest_of
 from penstock.weights.kv_scales import read_kv_scales
-from penstock.weights.loader import load_model
+from penstock.weights.loader import load_model, open_reader
 from penstock.weights.safetensors import CODES, fingerprint, verify_checksums
-from penstock.weights.sources import STACKED_DIMENSIONS, open_checkpoint, open_source, read_parameters
+from penstock.weights.sources import STACKED_DIMENSIONS, DummySource, open_checkpoint, open_source, read_parameters
 
 CPU_S, MEMORY = 10.0, 2**30  # limits for one file; each file is smaller than a megabyte
 SAMPLE = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -94,6 +95,11 @@ def read_scales(file: Path) -> None:
     read_kv_scales(file, [(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers)
 
 
+def read_adapter(file: Path) -> None:
+    digest_of(file.parent)
+    open_reader(load_model_config(file.parent), DummySource()).read(file.parent)
+
+
 READERS: dict[str, Callable[[Path], None]] = {
     "config": read_config,
     "tokenizer": read_tokenizer,
@@ -103,6 +109,7 @@ READERS: dict[str, Callable[[Path], None]] = {
     "table": read_table,
     "sharding": read_sharding,
     "scales": read_scales,
+    "adapter": read_adapter,
 }
 
 

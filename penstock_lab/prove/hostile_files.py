@@ -180,6 +180,7 @@ def make_targets(folder: Path, model: Path) -> list[Target]:
             convert_model(EngineConfig.from_options(**options), packed)
             add("packed", "penstock.safetensors", (packed / "penstock.safetensors").read_bytes(), mutate_safetensors)
     _add_tables(add, tiny)
+    _add_adapter(add, folder)
     return targets
 
 
@@ -225,6 +226,30 @@ def _add_tables(add: Callable[..., None], tiny: Path) -> None:
         f"layers.0.{kind}": ([1, 16], "F32") for kind in ("key_scale", "value_scale", "key_offset", "value_offset")
     }
     add("scales", "scales.safetensors", _safetensors(scales), mutate_safetensors)
+
+
+def _add_adapter(add: Callable[..., None], folder: Path) -> None:
+    """Add a LoRA adapter whose tensors, and one whose config, is mutated."""
+    place = folder / "adapter"
+    place.mkdir()
+    tensors: dict[str, tuple[list[int], str]] = {}
+    for name, n in (("q_proj", 32), ("v_proj", 16)):
+        module = f"base_model.model.model.layers.0.self_attn.{name}"
+        tensors |= {f"{module}.lora_A.weight": ([4, 32], "F32"), f"{module}.lora_B.weight": ([n, 4], "F32")}
+        tensors[f"{module}.lora_magnitude_vector"] = ([n], "F32")
+    content = _safetensors(tensors)
+    options = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True, "use_rslora": False, "lora_bias": False}
+    patterns = {
+        "rank_pattern": {r"layers\.0\..*q_proj": 4},
+        "alpha_pattern": {"v_proj": 3.5},
+        "layer_replication": None,
+    }
+    config = json.dumps(options | patterns | {"target_modules": ["q_proj", "v_proj"], "modules_to_save": None})
+    (place / "config.json").write_text(json.dumps(TINY))
+    (place / "adapter_config.json").write_text(config)
+    (place / "adapter_model.safetensors").write_bytes(content)
+    add("adapter", "adapter_model.safetensors", content, mutate_safetensors, place)
+    add("adapter", "adapter_config.json", config.encode(), mutate_json, place)
 
 
 def _checkpoint(tiny: Path) -> bytes:

@@ -440,7 +440,7 @@ def test_a_weight_is_used_as_it_was_packed(pair: tuple[CpuOps, ReferenceOps]) ->
     with pytest.raises(ValueError, match="without a gate"):
         ops.gated_linear(x, ops.pack_linear(draw(4, 8)), "silu")
     with pytest.raises(ValueError, match="with a gate"):
-        ops.linear(x, ops.pack_linear(draw(4, 8), packing=Packing(gated=True)))
+        ops.activated_linear(x, ops.pack_linear(draw(4, 8), packing=Packing(gated=True)), "silu")
     with pytest.raises(ValueError, match="activation 'relu' is not supported"):
         ops.gated_linear(x, ops.pack_linear(draw(4, 8), packing=Packing(gated=True)), "relu")
     with pytest.raises(TypeError, match="another backend"):

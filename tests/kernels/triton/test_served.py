@@ -20,6 +20,7 @@ from penstock.errors import InvalidRequestError
 from penstock_lab.planner.table_template import table_text
 from tests.families.case import Case, all_cases
 from tests.hf_models import make_llama
+from tests.lora.peft_adapters import make_adapter
 from tests.support_matrix import ROOT
 from tests.test_fingerprint import CANNOT_CHANGE, MAY_CHANGE
 from tests.weights.quantized_files import MODELS, quantise
@@ -30,11 +31,13 @@ ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=1)
 CHOSEN = ("model", "kernels", "device")  # what every engine here has
 VALUES = MAY_CHANGE | CANNOT_CHANGE | {"block_size": 256, "activation_dtype": "int8-x3", "max_num_batched_tokens": 64}
 VALUES |= dict.fromkeys(("tensor_parallel_size", "attention_parallel_size", "expert_parallel_size"), 2)
+VALUES |= {"max_loras": 2, "max_lora_rank": 8, "lora_modules": ["a=ADAPTER"], "merge_lora": "ADAPTER"}
 VALUES |= {"mlp_parallel_size": 2, "distributed_executor_backend": "ray"}
 NEEDED: dict[str, dict[str, Any]] = {  # options that another one needs
     "attention_sinks": {"sliding_window": 20}, "sliding_window": {"attention_sinks": 4},
     "prefill_ratio": {"scheduling_policy": "length_classes"}, "quantization_group_size": {"quantization": "int4"},
     "kv_offload_dir_bytes": {"kv_offload_dir": "STORE"}, "kv_cache_scales": {"kv_cache_dtype": "int8"},
+    "max_loras": {"enable_lora": True}, "max_lora_rank": {"enable_lora": True}, "lora_modules": {"enable_lora": True},
     "distributed_executor_backend": {"tensor_parallel_size": 2}, "activation_dtype": {"model": "CODED"},
 }  # fmt: skip
 
@@ -44,14 +47,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths by the names that VALUES has for them; MODEL is the model itself, CODED one of FP8."""
     directory = tmp_path_factory.mktemp("files")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
-    _, model = make_llama(directory, **sizes, vocab_size=48)
+    base, model = make_llama(directory, **sizes, vocab_size=48)
     _, coded = make_llama(directory / "coded", **sizes, vocab_size=48)
     quantise(coded, *MODELS["fp8"])
+    make_adapter(base, directory / "adapter")
     (directory / "own.py").write_text("import penstock\n")
     (directory / "sharding.yaml").write_text(table_text(model, sharding=True))
     names = (f"layers.{index}.{kind}" for index in range(2) for kind in ("key_scale", "value_scale"))
     save_file({name: torch.tensor(0.05) for name in names}, directory / "scales.safetensors")
     found = {"OWN": "own.py", "SHARDING": "sharding.yaml", "SCALES": "scales.safetensors", "STORE": "store"}
+    found["ADAPTER"] = "adapter"
     return {"MODEL": str(model), "CODED": str(coded)} | {name: str(directory / file) for name, file in found.items()}
 
 

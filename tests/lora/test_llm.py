@@ -1,0 +1,56 @@
+"""Adapters in LLM: named by each call as in vLLM, in this process or in another one."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock import LLM, BeamSearchParams, InvalidRequestError, LoRARequest, SamplingParams
+from tests.hf_models import make_llama, random_ids
+from tests.lora.peft_adapters import make_adapter
+
+PROMPT = {"prompt_token_ids": random_ids(20)}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """A model and two adapters."""
+    at = tmp_path_factory.mktemp("llm")
+    model, directory = make_llama(at)
+    for seed, name in enumerate("ab"):
+        make_adapter(model, at / name, seed=seed).unload()
+    return str(directory), str(at / "a"), str(at / "b")
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["in this process", "in another process"])
+def test_generate(paths: tuple[str, str, str], in_process: bool, tmp_path: Path) -> None:
+    """Guards against an adapter that a call gets although it names another one, or none; and against a name that keeps
+    its old content when its files have changed."""
+    directory, first, second = paths
+    options = {"dtype": "float32", "max_model_len": 64, "threads": 1, "engine_in_process": in_process}
+    one, other = LoRARequest("one", first), LoRARequest("other", second)
+    with LLM(model=directory, enable_lora=True, max_loras=2, lora_modules=[f"one={first}"], **options) as llm:
+        found = llm.generate([PROMPT] * 4, GREEDY, lora_request=[None, one, other, one])
+        texts = [output.outputs[0].token_ids for output in found]
+        assert texts[1] == texts[3]
+        assert len({tuple(ids) for ids in texts}) == 3
+        (base,) = llm.generate([PROMPT], GREEDY)
+        (again,) = llm.generate([PROMPT], GREEDY, lora_request=other)
+        assert (base.outputs[0].token_ids, again.outputs[0].token_ids) == (texts[0], texts[2])
+        (moved,) = llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("other", first))
+        assert moved.outputs[0].token_ids == texts[1]
+        (search,) = llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=4), lora_request=one)
+        (plain,) = llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=4))
+        assert search.sequences[0].cum_logprob != plain.sequences[0].cum_logprob
+        with pytest.raises(InvalidRequestError, match="lora_request: 1 for 2 prompts"):
+            llm.generate([PROMPT] * 2, GREEDY, lora_request=[one])
+        with pytest.raises(InvalidRequestError, match="adapter_config"):
+            llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("none", str(tmp_path)))
+
+
+def test_without_adapters(paths: tuple[str, str, str]) -> None:
+    """Guards against an adapter that is ignored because the engine has no room for any."""
+    with LLM(model=paths[0], max_model_len=64) as llm, pytest.raises(InvalidRequestError, match="enable_lora"):
+        llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("a", paths[1]))
+    with pytest.raises(InvalidRequestError, match="lora_path"):
+        LoRARequest("a", 1)  # type: ignore[arg-type]  # the number that vLLM has there
