@@ -1,5 +1,6 @@
 """The options of LoRA adapters, under vLLM's names; a part of EngineConfig (config.py)."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,23 @@ MAX_LORAS, MAX_LORA_RANK = 1024, 256
 
 
 def _named_paths(name: str, value: Any) -> tuple[str, ...]:
-    """Check a list of texts NAME=PATH whose names differ."""
+    """Check a list of texts NAME=PATH whose names differ. vLLM's JSON objects become such texts."""
     found = string_tuple(name, value, max_items=MAX_LORAS, max_length=4096)
+    found = tuple(_of_json(name, item) if item.startswith("{") else item for item in found)
     names = [item.partition("=")[0] for item in found]
     if not all(item.partition("=")[0] and item.partition("=")[2] for item in found) or len(set(names)) < len(names):
         raise fail(name, value, "a list of NAME=PATH, each with a name of its own")
     return found
+
+
+def _of_json(name: str, text: str) -> str:
+    try:
+        found = json.loads(text)
+        if found.keys() == {"name", "path"} and "=" not in found["name"]:
+            return f"{found['name']}={found['path']}"
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise fail(name, text, 'NAME=PATH, or {"name": ..., "path": ...} without other fields')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from penstock.client.engine_handle import EngineConnection, EnginePlan
 from penstock.client.input_processor import PromptRequest
 from penstock.client.process import ProcessClient
 from penstock.errors import EngineDeadError, InvalidRequestError, RequestFailedError
+from penstock.interface.lora import LoRAConfig
 from penstock.interface.messages import AdapterInfo, EngineOutput, EngineStats, LoRARequest
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
@@ -254,7 +255,7 @@ def test_every_engine_has_an_adapter_or_none(monkeypatch, tmp_path, engines):
             )
             with pytest.raises(InvalidRequestError, match="is not for me"):
                 await world.client.load_adapter(adapter(tmp_path, "a", "one"))
-            await until(lambda: all(child.adapters == {} for child in world.living), 10)
+            assert [child.adapters for child in world.living] == [{}, {}]
             assert world.client.adapters() == []
             world.refuses = lambda child, path, sha256: False
             loaded = await world.client.load_adapter(adapter(tmp_path, "a", "one"))
@@ -301,6 +302,14 @@ def test_a_server_does_not_start_without_its_adapters(monkeypatch, tmp_path):
     asyncio.run(scenario())
     with pytest.raises(InvalidRequestError, match=r"lora_path: .*no adapter_config\.json"):
         World(monkeypatch, tmp_path, modules=[LoRARequest("x", str(tmp_path))])
+
+
+def test_modules_are_named_in_vllms_ways() -> None:
+    found = LoRAConfig(enable_lora=True, max_loras=2, lora_modules=["a=/x=1", '{"name": "b", "path": "/y"}'])
+    assert found.modules == {"a": "/x=1", "b": "/y"}
+    for wrong in ("a", "=/x", "a=", '{"name": "b"}', '{"name": "b", "path": "/y", "base_model_name": "c"}', "{", "{}"):
+        with pytest.raises(InvalidRequestError, match="lora_modules"):
+            LoRAConfig(enable_lora=True, lora_modules=[wrong])
 
 
 def test_there_is_a_place_for_so_many(monkeypatch, tmp_path):

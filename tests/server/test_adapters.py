@@ -104,6 +104,10 @@ def test_a_name_stands_for_one_adapter(folder: Path) -> None:
     ):
         answer = client.post(path, json=body)
         assert (answer.status_code, set(answer.json()["error"])) == (404, {"message", "type", "param", "code"})
+    loaded(fake, folder / "sql", "base")  # by --lora-modules
+    fake.used.clear()
+    assert client.post("/v1/completions", json={"model": "base", "prompt": "a"}).status_code == 200
+    assert fake.used == [None]
 
 
 def test_adapters_come_from_one_directory(folder: Path, tmp_path: Path) -> None:
@@ -166,5 +170,5 @@ def test_a_restart_continues_a_stream_with_the_same_adapter_only(folder: Path, t
             assert again.used == ([] if code else [fake.loras["sql"].id])
 
 
-def loaded(fake: FakeEngineClient, path: Path) -> Any:
-    return asyncio.run(fake.load_adapter(LoRARequest("sql", str(path))))
+def loaded(fake: FakeEngineClient, path: Path, name: str = "sql") -> Any:
+    return asyncio.run(fake.load_adapter(LoRARequest(name, str(path))))
