@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli import settings
 from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options, parse_object
-from penstock.errors import InvalidRequestError, shown
+from penstock.errors import InvalidRequestError, pop_options, shown
+from penstock.interface.lora import LoRAConfig
 from penstock.kernels.cpu.host import usable_memory_bytes
 from penstock.spec.config_file import has_config
 from penstock.spec.gguf import SUFFIX
@@ -114,6 +115,7 @@ def _served(name: str, given: Any, shared: Mapping[str, Any], idle_s: float) -> 
         idle_s=own.idle_s or None,
         pinned=own.pinned,
         copies=copies,
+        adapters=tuple(pop_options(LoRAConfig, dict(options)).modules),
     )
 
 

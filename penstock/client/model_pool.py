@@ -72,6 +72,7 @@ class ServedModel:
         memory: the bytes that it may take; None: a share of the budget.
         idle_s: seconds without a use after which it is put to sleep; None: never.
         pinned: loaded with the server, and never put to sleep.
+        adapters: names of the LoRA adapters that it will have when it is loaded.
         copies: how often its processes hold the memory that they plan: twice with a standby.
 
     Attributes:
@@ -94,8 +95,9 @@ class ServedModel:
         idle_s: float | None = None,
         pinned: bool = False,
         copies: int = 1,
+        adapters: Sequence[str] = (),
     ) -> None:
-        self.name, self.copies = name, copies
+        self.name, self.copies, self.adapters = name, copies, adapters
         self.pinned = pinned or make is None
         self.idle_s = None if self.pinned else idle_s
         self.phase = Phase.ASLEEP if client is None else Phase.AWAKE

@@ -146,7 +146,8 @@ class ServerContext:
 
     def model_names(self) -> Sequence[str]:
         """List the names of the model, then those of its adapters."""
-        return (*self.own_names(), *(adapter.name for adapter in self.adapters()))
+        loaded = self.model.adapters if self.model.loaded is None else [one.name for one in self.adapters()]
+        return (*self.own_names(), *loaded)
 
     def own_names(self) -> Sequence[str]:
         """List the names of the model without an adapter."""

@@ -135,6 +135,8 @@ class Traffic:
         except EngineError:  # the engine was killed meanwhile
             await self._until_ready()
             return False
+        if adapter.source.lora_path != path:
+            self._trials.wrong(f"{name} was to stand for {path}, and stands for {adapter.source.lora_path}")
         if adapter is known.get(name):
             return False
         self._trials.tried()

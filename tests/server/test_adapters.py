@@ -1,5 +1,6 @@
 """LoRA adapters over HTTP: which names reach which weights, who may load one, and what a restart keeps."""
 
+import argparse
 import asyncio
 import dataclasses
 import os
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from penstock.cli.models import make_pool
 from penstock.interface.messages import LoRARequest
+from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from tests.server.fakes import FakeEngineClient
 from tests.server.harness import QUIET, app_client, get, running, samples, stream, wait_until
@@ -82,6 +85,15 @@ def test_models_are_listed_with_their_base(folder: Path) -> None:
     assert cards[0]["digest"] != cards[1]["digest"]
     shown = {"name": "sql", "sha256": fake.loras["sql"].sha256, "rank": 8, "bytes": 64}
     assert client.get("/status").json()["adapters"] == [shown]
+
+
+def test_an_adapter_of_a_model_that_sleeps_is_known() -> None:
+    """Guards against a request that is refused, because nothing has loaded its adapter's model yet."""
+    adapters = {"big": {"model": "demo", "enable_lora": True, "lora_modules": ["sql=/adapters/sql"]}, "small": "demo"}
+    args = argparse.Namespace(max_queue_wait=1.0)
+    app = create_app(make_pool(args, adapters, {}), QUIET)
+    assert [tuple(context.model_names()) for context in app.state.context.all] == [("big", "sql"), ("small",)]
+    assert app.state.context.named("sql").model.name == "big"
 
 
 def test_a_name_stands_for_one_adapter(folder: Path) -> None:
