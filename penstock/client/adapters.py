@@ -68,15 +68,15 @@ def content_of(adapter_id: str) -> str:
 
 
 class Adapters:
-    """The adapters that the engines of a client hold: those with a name, and those that open requests still use."""
+    """The adapters that the engines of a client hold: those with a name, and those that open requests still use.
+
+    Attributes:
+        by_name: those that new requests may use.
+    """
 
     def __init__(self) -> None:
-        self._named: dict[str, Adapter] = {}
+        self.by_name: dict[str, Adapter] = {}
         self._held: dict[str, Adapter] = {}  # by id
-
-    def named(self) -> list[Adapter]:
-        """List the adapters that new requests may use, oldest first."""
-        return list(self._named.values())
 
     def held(self) -> list[Adapter]:
         """List the adapters that a new engine needs."""
@@ -109,22 +109,22 @@ class Adapters:
 
     def add(self, adapter: Adapter) -> Adapter:
         """Let a name stand for this adapter from now on. Return the entry of its content, which may be an older one."""
-        found = self._named[adapter.name] = self._held.setdefault(adapter.id, adapter)
+        found = self.by_name[adapter.name] = self._held.setdefault(adapter.id, adapter)
         found.failure = None
         return found
 
     def forget(self, name: str) -> Adapter | None:
         """Let a name stand for nothing. Return its adapter, which open requests may still use."""
-        return self._named.pop(name, None)
+        return self.by_name.pop(name, None)
 
-    def check(self, adapter_id: str | None) -> None:
+    def check(self, adapter_id: str) -> None:
         """Raise InvalidRequestError if the engines do not hold this adapter, or not any more."""
-        if adapter_id is not None and adapter_id not in self._held:
+        if adapter_id not in self._held:
             raise invalid("model", f"the adapter {adapter_id} is not loaded, or no longer", "model_not_found")
 
     def pop_unused(self, in_use: Collection[str | None]) -> list[Adapter]:
         """Take out the adapters that have no name and are not in use."""
-        kept = {adapter.id for adapter in self._named.values()}.union(in_use)
+        kept = {adapter.id for adapter in self.by_name.values()}.union(in_use)
         unused = [adapter for key, adapter in self._held.items() if key not in kept]
         for adapter in unused:
             del self._held[adapter.id]

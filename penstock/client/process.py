@@ -213,7 +213,8 @@ class ProcessClient:
 
     def _admit(self, request: OpenRequest) -> OpenRequest:
         self._check_serving()  # the engine may have failed while the prompt was tokenised
-        self._requests.adapters.check(request.adapter)
+        if request.adapter is not None:
+            self._requests.adapters.check(request.adapter)
         request.wait = self._admission.admit(request)
         self._requests.open(request)
         self._fleet.submit(request)
@@ -247,8 +248,7 @@ class ProcessClient:
         async with self._loading:
             self._check_serving()
             adapters, adapter = self._requests.adapters, await asyncio.to_thread(Adapter.read, source)
-            known = next((one for one in adapters.named() if one.name == adapter.name), adapter)
-            if known.id != adapter.id and not load_inplace:
+            if adapters.by_name.get(adapter.name, adapter).id != adapter.id and not load_inplace:
                 message = (
                     f"the adapter {adapter.name!r} is loaded with other content; unload it first, or set load_inplace"
                 )
@@ -288,7 +288,7 @@ class ProcessClient:
             return is_known
 
     def adapters(self) -> list[Adapter]:
-        return self._requests.adapters.named()
+        return list(self._requests.adapters.by_name.values())
 
     def _unload_unused(self) -> None:
         for adapter in self._requests.adapters.pop_unused({request.adapter for request in self._requests}):
