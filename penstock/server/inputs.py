@@ -275,7 +275,8 @@ async def render(
         raise InvalidRequestError(message, param="messages")
     turns = [_turn(message) for message in messages]
     options: dict[str, Any] = {"tools": [tool.as_shown() for tool in tools or ()], "documents": documents}
-    check_template_kwargs(kwargs)
+    if kwargs:
+        check_template_kwargs(kwargs)
     given = {name: value for name, value in kwargs.items() if value is not None}
     implied = _implied(context, body)
     if contradicted := [name for name in implied if given.get(name, implied[name]) != implied[name]]:
