@@ -525,7 +525,9 @@ class NumericsConfig:
         scheme = self.scheme
         if scheme is not None and scheme.group_size != self.quantization_group_size:
             choices["quantization_group_size"] = scheme.group_size, "the default"
-        device = "cuda" if planned_on else gpu.choose(self.kernels, self.device, number, num_engines, why_no_gpu)
+        device: str | None = "cuda"
+        if not planned_on:
+            device = gpu.choose(self.kernels, self.device, number, num_engines, why_no_gpu, num_ranks)
         if device is not None:
             where = planned_on or gpu.describe(device)
             choices |= {"kernels": (TRITON, "for GPUs"), "device": (device, where)}

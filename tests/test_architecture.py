@@ -77,7 +77,7 @@ LAB_USES: set[str] = {
     "penstock.kernels.cpu.ops", "penstock.kernels.cpu.packed", "penstock.kernels.metadata", "penstock.kernels.ops",
     "penstock.kernels.reference.attention", "penstock.kernels.reference.quantized_kv",
     "penstock.kernels.reference.quantized_weights", "penstock.kernels.sampling", "penstock.kernels.scheme",
-    "penstock.kernels.tensors", "penstock.kernels.triton.sizes",
+    "penstock.kernels.tensors", "penstock.kernels.triton.device", "penstock.kernels.triton.sizes",
     "penstock.layers.decoder", "penstock.layers.factory", "penstock.layers.lora", "penstock.layers.module",
     "penstock.layers.swap",
     "penstock.layers.weights",

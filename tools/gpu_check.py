@@ -1,6 +1,6 @@
 """Check the kernels for GPUs on the GPU of this machine: results, bits and speed.
 
-    python tools/gpu_check.py [--stages ceilings,operations] [--out gpu_check.json]
+    python tools/gpu_check.py [--stages compile,operations] [--out gpu_check.json]
 
 It runs from a checkout, without a network and without installing Penstock, and takes at most 8 minutes. Each stage is a
 process of its own with a limit of time, so that one that crashes or hangs does not take the others' results with it.
@@ -8,10 +8,10 @@ It prints a table and writes everything to a JSON file: docs/gpu.md says where t
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,13 +37,13 @@ from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.launch import compiling
 from penstock.kernels.triton.ops import TritonOps
 from penstock.kernels.triton.packed import TritonLinear, assemble, tensors_of
+from penstock_lab.bench.ops import Selection, measure_ops
 from tools import gpu_engines
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16, F32, INT8 = torch.bfloat16, torch.float32, torch.int8
 Row = dict[str, Any]
 Call = Callable[[], Any]
-L2_BYTES = 400 * 2**20  # what a timed call reads before it reads the same again
 HIDDEN, WIDTH, QKV, VOCAB = 4096, 14336, 6144, 128256  # of an 8B model
 HEADS = Heads(32, 8, 128)
 
@@ -111,9 +111,7 @@ FORMS = (
     Product("int8 gated", 3072, HIDDEN, "int8", gated=True),
     Product("int4", 1536, HIDDEN, "int4", leaves=8),
 )
-FEW, MANY = (1, 8, 32, 64, 128), (512, 2048, 8192)
-DECODED = ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (1, 8192), (32, 8192))  # sequences, positions
-PROMPTS = ((2048, 0), (8192, 0), (512, 8192))  # new tokens, cached ones
+SHOWN = ("m", "n", "k", "heads", "seqs", "tokens", "ms", "gb_s", "gflop_s", "bw_fraction", "flop_fraction", "torch_ms")
 
 
 class Sequences:
@@ -217,30 +215,6 @@ def compile_ahead(jobs: Iterable[tuple[str, Callable[[], Call]]]) -> list[str]:
         return [error for error in pool.starmap(_compile, arguments, chunksize=1) if error]
 
 
-def seconds(calls: list[Call], repeats: int = 7) -> float:
-    """Time calls as one CUDA graph: the median seconds of one of them."""
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        graph.replay()
-        for begin, end in pairs:
-            begin.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-    times = statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3 / len(calls)
-    graph.reset()
-    return times
-
-
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
@@ -259,24 +233,20 @@ def compile_all() -> list[Row]:
     return [{"name": "compiled", "jobs": len(_jobs), "failed": failed}]
 
 
-def ceilings() -> list[Row]:
-    """Measure what the card can do: copying memory, and a product of bfloat16 by cuBLAS."""
-    source = torch.randint(-(2**31), 2**31 - 1, (2**29,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    copied = 2 * source.nbytes / seconds([partial(torch.neg, source, out=target)], 5)  # a graph copies more slowly
-    del source, target
-    a, b = (torch.randn(8192, 8192, device="cuda").to(BF16) for _ in range(2))
-    product = 2 * 8192**3 / seconds([partial(torch.nn.functional.linear, a, b)] * 4, 5)
-    properties = torch.cuda.get_device_properties(0)
-    return [
-        {
-            "name": torch.cuda.get_device_name(),
-            "multiprocessors": properties.multi_processor_count,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "copy_gb_s": round(copied / 1e9),
-            "cublas_bf16_tflop_s": round(product / 1e12),
-        }
-    ]
+def rates() -> Iterator[Row]:
+    """Time products and attention beside the limits of the card and torch: `penstock bench ops --device cuda`."""
+    shapes = ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    kinds, types = ("linear", "attend_decode", "attend_prefill"), ("bf16", "int8", "int4")
+    found = measure_ops(Selection(kinds, types, (1, 32, 128, 2048), shapes, [HEADS], device="cuda"), progress=silent)
+    yield {"name": "limits"} | {name: value for name, value in found["machine"].items() if name != "spread"}
+    for row in found["rows"]:
+        name = f"{row['op']} {row['dtype']}, {row['leaves']} leaves"
+        yield {"name": name} | {key: row[key] for key in SHOWN if row.get(key) is not None}
+
+
+@contextlib.contextmanager
+def silent(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    yield lambda count: None
 
 
 def operations() -> list[Row]:
@@ -383,72 +353,6 @@ class Prompt:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), v).flatten(1)
 
 
-def rates_of_products() -> Iterator[Row]:
-    """Time products beside cuBLAS."""
-    for form in SHAPES:
-        first = form.weight("cuda")
-        copies = max(1, min(12, L2_BYTES // first.num_bytes))
-        weights = [first, *(form.weight("cuda", seed) for seed in range(1, copies))]
-        plain = [weight.values for weight in weights] if form.scheme is None else []
-        row: Row = {"name": f"{form.name} {form.scheme or 'bf16'}, {form.leaves} leaves", "mb": first.num_bytes / 1e6}
-        for count in (*FEW, *MANY):
-            if count > 128 and form.name == "head":
-                continue
-            x = torch.randn(count, form.k, device="cuda").to(BF16)
-            calls = [form.call(x, weight) for weight in weights[: 1 if count > 2000 else None]]
-            found: Row = {"us": round(1e6 * seconds(calls, 5), 2)}
-            if plain and form.leaves == 1:
-                calls = [partial(torch.nn.functional.linear, x, w) for w in plain[: 1 if count > 2000 else None]]
-                found["cublas_us"] = round(1e6 * seconds(calls, 5), 2)
-            found["gb_s"] = round(first.num_bytes / found["us"] / 1e3)
-            found["tflop_s"] = round(2 * count * form.n * form.k / found["us"] / 1e6)
-            row[str(count)] = found
-        yield row
-        del weights, plain, first
-
-
-def rates_of_attention() -> Iterator[Row]:
-    """Time attention beside torch's."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> Row:
-        found: Row = {}
-        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-            try:
-                with sdpa_kernel(backend):
-                    function = torch.nn.functional.scaled_dot_product_attention
-                    call = partial(function, q, k, v, is_causal=causal, enable_gqa=True)
-                    found[backend.name.lower() + "_us"] = round(1e6 * seconds([call], 5), 1)
-            except RuntimeError as error:
-                found[backend.name.lower()] = str(error)[:80]
-        return found
-
-    for kind in (BF16, INT8):
-        for batch, length in DECODED:
-            sequences = Sequences([length] * batch, HEADS, kind, "cuda")
-            taken = seconds([sequences.call(dict.fromkeys(range(batch), (length - 1, length)))], 5)
-            row: Row = {"name": f"{kind} {batch} x {length}".replace("torch.", ""), "us": round(1e6 * taken, 1)}
-            row["gb_s"] = round(sequences.cache.num_bytes / taken / 1e9)
-            if kind == BF16:
-                q = torch.randn(batch, 32, 1, 128, device="cuda").to(BF16)
-                k, v = (torch.randn(batch, 8, length, 128, device="cuda").to(BF16) for _ in range(2))
-                row |= torchs(q, k, v, causal=False)
-                del q, k, v
-            yield row
-            del sequences
-        for new, cached in PROMPTS:
-            sequences = Sequences([new + cached], HEADS, kind, "cuda")
-            taken = seconds([sequences.call({0: (cached, cached + new)})], 5)
-            work = 4 * 32 * 128 * new * (cached + new / 2)
-            row = {"name": f"{kind} {new} after {cached}".replace("torch.", ""), "us": round(1e6 * taken, 1)}
-            row["tflop_s"] = round(work / taken / 1e12)
-            if kind == BF16 and not cached:
-                q = torch.randn(1, 32, new, 128, device="cuda").to(BF16)
-                k, v = (torch.randn(1, 8, new, 128, device="cuda").to(BF16) for _ in range(2))
-                row |= torchs(q, k, v, causal=True)
-            yield row
-
-
 def recorded_steps() -> Iterator[Row]:
     """Compare whole steps that are launched as graphs with steps that are not, and measure their time and memory.
 
@@ -461,15 +365,13 @@ def recorded_steps() -> Iterator[Row]:
 
 STAGES: dict[str, tuple[Callable[[], Any], float]] = {  # with the most seconds that each may take
     "compile": (compile_all, 150),
-    "ceilings": (ceilings, 30),
     "operations": (operations, 150),
     "rows of products": (rows_of_products, 60),
     "rows of attention": (rows_of_attention, 60),
     "bits of requests": (gpu_engines.bits_of_requests, 120),
     "steps": (gpu_engines.steps, 90),
     "recorded steps": (recorded_steps, 120),
-    "rates of products": (rates_of_products, 60),
-    "rates of attention": (rates_of_attention, 60),
+    "rates": (rates, 120),
 }
 
 

@@ -24,7 +24,8 @@ from penstock.kernels.triton.configurations import MANY, Tile, table_of
 from penstock.kernels.triton.int4 import name_of
 from penstock.kernels.triton.launch import architecture
 from penstock.kernels.triton.products import kind_of
-from tools.gpu_check import BF16, HEADS, INT8, Call, Product, Sequences, bits, compile_ahead, seconds
+from penstock_lab.bench.device import seconds
+from tools.gpu_check import BF16, HEADS, INT8, Call, Product, Sequences, bits, compile_ahead
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a program
 CLOSE = 1.03  # a tile that also serves a wider product may be slower than the best one by this
@@ -179,7 +180,8 @@ def measure(targets: list[Target]) -> list[dict[str, Any]]:
                 if not torch.equal(bits(value), bits(first)):
                     print(f"OTHER BITS: {target.name} {target.label} {target.rows} {tile}")
                     continue
-                times.append((1e6 * seconds(calls[: 2 if target.rows > 500 else None], 3), tile))
+                some = calls[: 2 if target.rows > 500 else None]
+                times.append((1e6 * seconds(torch.device("cuda"), some, 3), tile))
             except Exception as error:  # too large for the card
                 print(f"{target.name} {target.label} {target.rows} {tile}: {str(error)[:100]}")
             table_of(architecture())[target.name] = before

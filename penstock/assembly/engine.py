@@ -11,7 +11,7 @@ from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
 from penstock.assembly.memory import CachePlan, Ledger, MemoryPlan, plan_given_cache, plan_kv_cache
 from penstock.assembly.offload import check_offload, make_store
-from penstock.assembly.sizes import model_sizes, reserve_results
+from penstock.assembly.sizes import model_sizes
 from penstock.assembly.streaming import as_served
 from penstock.config import LIMITS, TRITON, EngineConfig
 from penstock.engine.adapters import Adapters
@@ -28,12 +28,14 @@ from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Tensor
 from penstock.kernels.triton import device as gpu
+from penstock.layers.decoder import reserve_results
 from penstock.layers.lora import Adapter, adapter_size
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import FallbackVersion, find_model
 from penstock.ranks.build import (
+    RankPlace,
     RankPlan,
     RanksExecutor,
     StartRanks,
@@ -42,9 +44,12 @@ from penstock.ranks.build import (
     degrees_of,
     explain_sharding,
     open_grammars,
+    split_of,
     start_ranks,
 )
 from penstock.ranks.launcher import open_launcher
+from penstock.ranks.links import NoLinks
+from penstock.ranks.sharding import Share
 from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
@@ -54,7 +59,7 @@ from penstock.weights.adapters import digest_of
 from penstock.weights.hub import resolve_model
 from penstock.weights.instance import ModelInstance, Weights
 from penstock.weights.kv_scales import read_scales
-from penstock.weights.loader import Place, Stored, make_model, make_ops, make_slots, open_reader, open_stored
+from penstock.weights.loader import ANYWHERE, Place, Stored, make_model, make_ops, make_slots, open_reader, open_stored
 from penstock.weights.safetensors import verify_checksums
 
 UNLIMITED = 2**62  # bytes
@@ -132,7 +137,7 @@ def build_engine(
         takes_over: config.cache.kv_cache_memory_bytes was planned by another engine, whose memory will be free by then
             or who planned for this engine, too; so it is not refused for lack of free memory.
         num_engines: how many engines share the cores and the free memory of the machine.
-        number: of this engine among them; each has a GPU of its own, if any.
+        number: of this engine among them; each has GPUs of its own, if any.
         groups: the cache groups with their blocks; None plans them.
         start: starts the ranks of a model that several processes share.
 
@@ -187,14 +192,16 @@ def _build(
     executor: LocalExecutor | RanksExecutor
     has_stages = config.parallel.pipeline_parallel_size > 1
     if has_stages or config.parallel.num_ranks > 1:
-        degrees = degrees_of(config, model_config)
-        executor = start(RankPlan(config, model_config, weights, tuple(plan.groups), degrees), ops, forms)
+        degrees, entries = degrees_of(config, model_config), {} if memory is None else memory.entries
+        rank_plan = RankPlan(config, model_config, weights, tuple(plan.groups), degrees)
+        on_gpus = entries.get("scratch", 0), entries.get("exchange", 0)
+        executor = start(replace(rank_plan, scratch_bytes=on_gpus[0], exchange_bytes=on_gpus[1]), ops, forms)
         option = "pipeline_parallel_size" if has_stages else "tensor_parallel_size"
         model = _NoModel(option, "no process has the whole model; use 1 to look into it")
     else:
         model = make_model(config, model_config, stored, ops, Place(ops.free_bytes))
         if memory is not None and config.numerics.kernels == TRITON:
-            cast(Any, ops).scratch.reserve(memory.entries["operands"])  # so that no step allocates any
+            cast(Any, ops).scratch.reserve(memory.entries["scratch"])  # so that no step allocates any
             reserve_results(model, config.scheduler.max_num_batched_tokens or 0, config.scheduler.max_num_seqs)
         executor = LocalExecutor(ModelRunner(model, ops, plan.groups, config, model_config, kv_scales, forms))
     cache_bytes = executor.cache_bytes
@@ -338,9 +345,13 @@ def _plan(
         return config, plan_kv_cache(config, model_config, free_bytes), None
     layout = HeadLayout(config.parallel.lm_head_pieces, config.parallel.pad_vocab_multiple)
     slices, is_coded = config.numerics.activation_slices, bool(stored.codings)
+    part, place = model_config, ANYWHERE
+    if config.numerics.kernels == TRITON and config.parallel.num_ranks > 1:  # each on a GPU; the last part is largest
+        share = Share(config.parallel.num_ranks - 1, degrees_of(config, model_config))
+        part, place = share.config(model_config), RankPlace(split=split_of(model_config, share, NoLinks()))
     options: Any = {"slices": slices, "lora": make_slots(config, ops)}
-    sizes = cache(lambda scheme: model_sizes(model_config, ops, layout, stored, scheme=scheme, **options))
-    config, memory = Ledger(model_config, sizes, resident_bytes(), free_bytes, draft_bytes, is_coded).fit(config)
+    sizes = cache(lambda scheme: model_sizes(model_config, ops, layout, stored, place, scheme=scheme, **options))
+    config, memory = Ledger(part, sizes, resident_bytes(), free_bytes, draft_bytes, is_coded).fit(config)
     return config, memory.cache, memory
 
 
@@ -437,8 +448,10 @@ def why_no_gpu(config: EngineConfig, model: ModelConfig, weights: Weights) -> st
         return f"the heads of the model have {widest} elements; there, they may have {gpu.MAX_HEAD_DIM}"
     if find_model(model.architecture, model.model_impl).needs_torch:
         return "the model is computed in torch by a class that is not one of the built-in families"
-    if config.parallel.num_ranks * config.parallel.pipeline_parallel_size > 1:
-        return "several processes share the model, which they can do on the CPU only"
+    if config.parallel.pipeline_parallel_size > 1:
+        return "the stages of a pipeline compute on the CPU only"
+    if config.parallel.is_on_ray:
+        return "processes on a Ray cluster compute on the CPU only"
     if model.bidirectional:
         return "its tokens see the text after them, and the kernels for GPUs attend to what is before"
     if config.lora.enable_lora:

@@ -86,7 +86,9 @@ def _system_fingerprint(config: EngineConfig, model_config: ModelConfig, weights
     entry = find_model(model_config.architecture, model_config.model_impl)
     kernels = numerics.kernels
     if kernels in ("cpu", TRITON):
-        kernels = f"cpu.{level_of_bits()}" if kernels == "cpu" else gpu.name_of(numerics.device)
+        kernels = (
+            f"cpu.{level_of_bits()}" if kernels == "cpu" else gpu.name_of(numerics.device, config.parallel.num_ranks)
+        )
     parts = [
         weights,
         repr(replace(model_config, model_impl="")),

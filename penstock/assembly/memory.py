@@ -12,6 +12,12 @@
     drafts        a draft model with its cache, or the index for prompt lookup
     offload       blocks kept in memory beyond the cache (kv_offload_memory_bytes)
 
+On a GPU, of which each rank has its own, there are instead of runtime, operands and requests:
+
+    scratch       values between the kernels of one operation
+    exchange      what a rank gathers from all others at once
+    reserve       recorded programs, and what the allocator of torch loses by rounding
+
 Without an explicit size, the cache gets what max_num_seqs sequences of max_model_len need, but at most MAX_SHARE of the
 free memory or, with the option `memory`, what the other entries leave. A cache that cannot hold one sequence of
 max_model_len is refused. `penstock prove --only memory` fills a real engine to its limits and compares its peak with
@@ -323,7 +329,10 @@ class Ledger:
             rows = max(seqs, LOGITS_ROWS)
             logits = FLOAT_BYTES * sizes.vocab_columns * (fixed + (rows if rows > fixed else 0))
             scratch = self._scratch(config, tokens, rows, sizes)
-            return kept | {"logits": logits, "operands": scratch, "reserve": GPU_RESERVE} | drafts
+            found = kept | {"logits": logits, "scratch": scratch, "reserve": GPU_RESERVE} | drafts
+            if (ranks := config.parallel.num_ranks) > 1:
+                found["exchange"] = FLOAT_BYTES * ranks * max(tokens * model.hidden_size, rows * sizes.vocab_columns)
+            return found
         return {
             "runtime": self.runtime_bytes + RUNTIME_GROWTH,
             **kept,

@@ -5,14 +5,13 @@ part of it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from penstock.assembly.memory import ModelSizes, Products
 from penstock.kernels.ops import Ops, Packing
-from penstock.kernels.tensors import LOGITS_ROWS, Slot
-from penstock.layers.decoder import MoE
-from penstock.layers.module import CausalLM, named_modules
+from penstock.layers.decoder import MoE, expert_products, slots_of
+from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, HeadLayout, Linear, LMHead, WeightLayer
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import (
@@ -43,7 +42,7 @@ def model_sizes(
     experts = [expert for module in whole if isinstance(module, MoE) for expert in module.experts]
     # One call computes all experts of a layer, so the single experts need no result buffers. Logits are counted apart.
     unused = {layer.out for expert in experts for layer in (expert.gate_up_proj, expert.down_proj)}
-    unused |= {module.out for module in whole if isinstance(module, LMHead)}
+    unused |= {slot for module in whole if isinstance(module, LMHead) for slot in slots_of(module)}
     place.trim(model, make)
     modules = [module for _, module in named_modules(model)]
     plain, kept = "float32" if int(ops.dtype.itemsize) == 4 else "bfloat16", kept_layers(model, make)
@@ -53,27 +52,16 @@ def model_sizes(
         adapters=adapter_bytes(model),
         fixed_rows=ops.fixed_rows,
         row_bytes=sum(slot.row_bytes for slot in make.arena.slots - unused),
-        vocab_columns=max((module.width for module in modules if isinstance(module, LMHead)), default=0),
+        vocab_columns=sum(slot.columns[0] for head in modules if isinstance(head, LMHead) for slot in slots_of(head)),
         deepest=max(module.spec.shape[1] for module in modules if isinstance(module, Linear)),
         kinds=_kinds(kept, plain, weights),
         products=_products(modules, plain),
     )
 
 
-def reserve_results(model: CausalLM, tokens: int, sequences: int) -> None:
-    """Let the buffers of results grow to the largest step's, so that no step allocates any."""
-    modules = [module for _, module in named_modules(model)]
-    experts = {id(layer) for layer in _expert_products(modules)}  # one call computes all experts of a layer
-    for module in modules:
-        rows = max(sequences, LOGITS_ROWS) if isinstance(module, LMHead) else tokens
-        for slot in vars(module).values():
-            if isinstance(slot, Slot) and id(module) not in experts:
-                slot(rows)
-
-
 def _products(modules: Iterable[object], plain: str) -> dict[str, Products]:
     """Sum the bytes and operations of products by how often a step uses them."""
-    experts = {id(layer) for layer in _expert_products(modules)}
+    experts = {id(layer) for layer in expert_products(modules)}
     products = {name: Products() for name in ("layers", "head", "experts")}
     for layer in modules:
         if isinstance(layer, Linear):
@@ -98,13 +86,6 @@ def _kinds(layers: Iterable[WeightLayer], plain: str, total: int) -> dict[str, i
             kinds[name] += int(layer.num_bytes)
     kinds[plain] += total - kinds.total()  # parameters of torch modules
     return {kind: size for kind, size in kinds.items() if size}
-
-
-def _expert_products(modules: Iterable[object]) -> Iterator[Linear]:
-    for module in modules:
-        if isinstance(module, MoE):
-            for expert in module.experts:
-                yield from (expert.gate_up_proj, expert.down_proj)
 
 
 def _kind(packing: Packing, plain: str) -> str:

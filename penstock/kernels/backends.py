@@ -11,11 +11,17 @@ from typing import cast
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Dtype
-from penstock.kernels.triton.device import is_interpreted, why_missing
+from penstock.kernels.triton.device import is_interpreted, leaves_of, why_missing
 
 
 def load_ops(
-    name: str, dtype: Dtype, device: object = None, *, threads: int = 1, cores: Sequence[Sequence[int]] = ()
+    name: str,
+    dtype: Dtype,
+    device: object = None,
+    *,
+    threads: int = 1,
+    cores: Sequence[Sequence[int]] = (),
+    num_ranks: int = 1,
 ) -> Ops:
     """Make the backend with this name for models of type `dtype`.
 
@@ -24,6 +30,7 @@ def load_ops(
         device: None: the CPU, or the first GPU for kernels that need one.
         threads: number of threads of the native kernels.
         cores: the CPUs of each of these threads (kernels/cpu/host.py); empty: threads are not bound to CPUs.
+        num_ranks: processes that share each layer.
 
     Raises:
         InvalidRequestError: the backend cannot be used here.
@@ -45,5 +52,6 @@ def load_ops(
             raise InvalidRequestError(f"kernels: {name!r} cannot be used: {why}", param="kernels")
         from penstock.kernels.triton.ops import TritonOps
 
-        return cast(Ops, TritonOps(dtype, device))  # without LoRA, which the engine refuses there
+        ops = TritonOps(dtype, device, leaves=leaves_of(num_ranks))
+        return cast(Ops, ops)  # without LoRA, which the engine refuses there
     raise InvalidRequestError(f"kernels: there are no kernels {name!r}", param="kernels")

@@ -461,7 +461,8 @@ class SplittingOps(Ops, Protocol):
         """
 
     def add_parts(self, parts: Sequence[Tensor], scales: Array | None, bias: Array | None, *, out: Tensor) -> Tensor:
-        """Add 2, 4 or 8 shares of a sum, of all ranks in order: each [M, N] float32, on the device or on the host.
+        """Add 2, 4 or 8 shares of a sum, of all ranks in order: each [M, N] float32, on the device or on the host, or
+        all of them in one tensor.
 
         They are added as the upper levels of the leaves' tree, ((0+1)+(2+3))+((4+5)+(6+7)); then the sum is multiplied
         by scales [N], and bias [N] is added.

@@ -157,8 +157,23 @@ def as_kind_of(tensor: Tensor, array: Array) -> Tensor:
     return array if isinstance(tensor, np.ndarray) else as_torch(array).to(tensor.device)
 
 
-def put(array: Array, tensor: Tensor) -> None:
-    """Copy an array to a tensor, unless it is what `as_array` returned for the tensor and shares its memory."""
+def columns_of(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Join arrays, or tensors of the kind of `like`, along their columns, as a tensor of that kind."""
+    if isinstance(parts[0], np.ndarray):
+        return as_kind_of(like, np.concatenate(parts, axis=1))
+    return sys.modules["torch"].cat(list(parts), 1)
+
+
+def put_where(rows: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy the rows of an array or a tensor that a mask chooses; on a device, the host need not know which."""
+    if isinstance(target, np.ndarray):
+        np.copyto(target, source, where=rows[:, None])
+    else:
+        target.copy_(sys.modules["torch"].where(rows[:, None], as_torch(source), target))
+
+
+def put(array: Tensor, tensor: Tensor) -> None:
+    """Copy an array or a tensor to a tensor, unless it is what `as_array` returned for it and shares its memory."""
     if address_of(tensor) != address_of(array):
         tensor[:] = array if isinstance(tensor, np.ndarray) else as_torch(array)
 

@@ -12,7 +12,7 @@ softmax over the chosen logits. RouterParams in kernels/metadata.py has the othe
 shared expert (Dai et al., "DeepSeekMoE", 2024) computes every token; its result may be multiplied by a sigmoid.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,11 @@ import numpy as np
 
 from penstock.kernels.metadata import AttentionParams, RotaryParams, RouterParams
 from penstock.kernels.ops import PackedLinear
-from penstock.kernels.tensors import FLOAT32, Array, Tensor
+from penstock.kernels.tensors import FLOAT32, LOGITS_ROWS, Array, Slot, Tensor
 from penstock.layers.factory import LayerFactory
-from penstock.layers.module import ForwardContext, Module
+from penstock.layers.module import CausalLM, ForwardContext, Module, named_modules
 from penstock.layers.rotary import Rotary
+from penstock.layers.weights import Linear, LMHead
 from penstock.spec.model_config import ModelConfig, QueryScale, RopeConfig
 
 
@@ -317,3 +318,26 @@ class RMSNormDecoder(Module):
         for block in self.layers:
             x, h = block(x, h, ctx)
         return self.norm.add(x, h)[1]
+
+
+def expert_products(modules: Iterable[object]) -> Iterator[Linear]:
+    """Find the products of experts."""
+    for module in modules:
+        if isinstance(module, MoE):
+            for expert in module.experts:
+                yield from (expert.gate_up_proj, expert.down_proj)
+
+
+def slots_of(module: object) -> list[Slot]:
+    """List the buffers for the results of a layer."""
+    return [value for value in vars(module).values() if isinstance(value, Slot)]
+
+
+def reserve_results(model: CausalLM, tokens: int, sequences: int) -> None:
+    """Let the buffers of results grow to the largest step's, so that no step allocates any."""
+    modules = [module for _, module in named_modules(model)]
+    experts = {id(layer) for layer in expert_products(modules)}  # one call computes all experts of a layer
+    for module in modules:
+        rows = max(sequences, LOGITS_ROWS) if isinstance(module, LMHead) else tokens
+        for slot in () if id(module) in experts else slots_of(module):
+            slot(rows)

@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
-from typing import Any
+from typing import Any, cast
 
-from penstock.config import DEGREES, EngineConfig
+from penstock.config import DEGREES, TRITON, EngineConfig
 from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
 from penstock.interface.step import CacheGroup
 from penstock.kernels.coding import Coding
-from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.tensors import LOGITS_ROWS, as_array
+from penstock.layers.decoder import reserve_results
 from penstock.layers.factory import LayerFactory, Runs
 from penstock.ranks.group import Group, ParallelExecutor
 from penstock.ranks.launcher import Launcher
 from penstock.ranks.layers import RankFactory, Split
-from penstock.ranks.links import Links
+from penstock.ranks.links import HostLinks, Links
 from penstock.ranks.pipeline import PipelineExecutor
 from penstock.ranks.sharding import IN_A_LAYER, LEAVES, Cut, Degrees, Share, cut_all, find_degrees, heads_are_together
 from penstock.ranks.sharding_map import ShardingMap, split_by_map
@@ -37,7 +37,7 @@ from penstock.tokenizer.grammars import Grammars
 from penstock.weights import packed
 from penstock.weights.instance import Weights
 from penstock.weights.kv_scales import read_scales
-from penstock.weights.loader import ANYWHERE, Place, Stored, make_model
+from penstock.weights.loader import ANYWHERE, Place, Stored, make_model, open_stored
 from penstock.weights.rows import cut as cut_rows
 from penstock.weights.rows import is_cut_between_blocks, joined, runs_of
 from penstock.weights.safetensors import fingerprint
@@ -52,6 +52,8 @@ class RankPlan:
     Attributes:
         degrees: how the ranks split the layers; with several stages, how the ranks of each stage do.
         fingerprint: the fingerprint of the weights that every rank must find; None if all ranks have the same files.
+        scratch_bytes, exchange_bytes: on each GPU, between the kernels of an operation, and of what a gather brings
+            together (assembly/memory.py).
     """
 
     config: EngineConfig
@@ -60,6 +62,8 @@ class RankPlan:
     groups: tuple[CacheGroup, ...]
     degrees: Degrees
     fingerprint: str | None = None
+    scratch_bytes: int = 0
+    exchange_bytes: int = 0
 
     @property
     def max_gather_bytes(self) -> int:
@@ -151,9 +155,9 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
     if num_ranks == 1:
         return
     name, size = "tensor_parallel_size", num_ranks
-    if config.numerics.kernels != "cpu":
+    if config.numerics.kernels not in ("cpu", TRITON):
         raise NotSupportedError(
-            f"{name}: {size} processes can share only models that the native kernels compute; use 1", param=name
+            f"{name}: {size} processes can share only models that the native kernels or GPUs compute; use 1", param=name
         )
     if not isinstance(weights, Path):
         raise NotSupportedError(
@@ -269,15 +273,31 @@ def make_runner(
             f"{plan.weights} on {gethostname()} differs from the engine's; give all machines the same files"
         )
     config, whole, share = plan.config, plan.model_config, Share(rank, plan.degrees)
+    weights: Weights | Stored = plan.weights
+    if config.numerics.kernels == TRITON:
+        weights = open_stored(cast(Path, weights), whole, config.numerics.load_format).decoded()
+        if isinstance(links, HostLinks):
+            links = _on_devices(links, plan, ops)
     split = None if links is None else split_of(whole, share, links)
-    model = make_model(config, whole, plan.weights, ops, RankPlace(free_memory_bytes, split, stage))
+    model = make_model(config, whole, weights, ops, RankPlace(ops.free_bytes, split, stage))
+    if plan.scratch_bytes:
+        cast(Any, ops).scratch.reserve(plan.scratch_bytes)
+        reserve_results(model, config.scheduler.max_num_batched_tokens or 0, config.scheduler.max_num_seqs)
     scales = read_scales(config, whole)
     own_scales = (
         None if scales is None else [_own_scales(item, share, whole.at(layer)) for layer, item in enumerate(scales)]
     )
     kind = RankRunner if rank == 0 else FollowingRunner
     layers = None if stage is None else stage.layers
-    return kind(model, ops, plan.groups, config, share.config(whole), own_scales, forms, layers)
+    runner = kind(model, ops, plan.groups, config, share.config(whole), own_scales, forms, layers)
+    runner.links = links or runner.links
+    return runner
+
+
+def _on_devices(links: HostLinks, plan: RankPlan, ops: Ops) -> Links:
+    from penstock.ranks.device_links import DeviceLinks  # which imports torch
+
+    return DeviceLinks(links, plan.degrees.size, ops.device, plan.exchange_bytes)
 
 
 def open_grammars(weights: object, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:

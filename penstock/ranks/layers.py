@@ -10,7 +10,7 @@ Where a sharding map splits a branch's weights differently from the features bet
 product pass through Wires. Everything else is computed by every rank in the same way.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,19 @@ import numpy as np
 from penstock.errors import NotSupportedError
 from penstock.kernels.metadata import Heads
 from penstock.kernels.ops import Ops, RowSource, SplittingOps
-from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, array_type, as_array, as_kind_of, put, tree_sum
+from penstock.kernels.tensors import (
+    FLOAT32,
+    Array,
+    Slot,
+    Tensor,
+    array_type,
+    as_array,
+    as_kind_of,
+    columns_of,
+    put,
+    put_where,
+    tree_sum,
+)
 from penstock.layers.factory import LayerFactory, Mixture
 from penstock.layers.lora import AdapterPart, LoraSlots, LoraSpec
 from penstock.layers.weights import (
@@ -76,15 +88,20 @@ class Wires:
         return _selected(y, self.wiring.selects_result)
 
     def _gathered(self, x: Tensor, borders: Sequence[int]) -> Tensor:
-        own = as_array(x)
-        shapes = [(len(own), end - begin) for begin, end in pairwise(borders)]
-        return as_kind_of(x, np.concatenate(self.links.gather(own, len(shapes), shapes), axis=1))
+        shapes = [(len(x), end - begin) for begin, end in pairwise(borders)]
+        return columns_of(self.links.gather(x, len(shapes), shapes), x)
 
 
 def _selected(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    if not ranges:
-        return x
-    return as_kind_of(x, np.concatenate([as_array(x)[:, begin:end] for begin, end in ranges], axis=1))
+    return columns_of([x[:, begin:end] for begin, end in ranges], x) if ranges else x
+
+
+def _exchange(ops: Ops, links: Links, work: Callable[[], None]) -> None:
+    """Do what needs other ranks' results: in the pass, or between two operations of it, on the host."""
+    if links.is_recorded:
+        work()
+    else:
+        cast(SplittingOps, ops).run_host(work)
 
 
 class WiredLinear(Linear):
@@ -164,13 +181,13 @@ class SummedLinear(Linear):
         super().restore({name: value for name, value in state.items() if name not in expected})
 
     def forward(self, x: Tensor) -> Tensor:
-        ops, x = cast(SplittingOps, self.ops), self.wires.input(x)
+        x = self.wires.input(x)
         part, total = self.multiply(x, self.out(x.shape[0])), self.sum(x.shape[0])
-        ops.run_host(lambda: self._add(part, total))
+        _exchange(self.ops, self.links, lambda: self._add(part, total))
         if self.lora is None:
             return total
         hidden = self.lora.shrink(x)
-        ops.run_host(lambda: self._add_hidden(hidden))
+        _exchange(self.ops, self.links, lambda: self._add_hidden(hidden))
         return self.lora.expand(hidden, total)
 
     def _add_hidden(self, hidden: Tensor) -> None:
@@ -183,7 +200,7 @@ class SummedLinear(Linear):
 
     def _add(self, part: Tensor, total: Tensor) -> None:
         """Add the parts of all ranks."""
-        parts = self.links.gather(as_array(part), self.degree)
+        parts = self.links.gather(part, self.degree)
         cast(SplittingOps, self.ops).add_parts(parts, self.scales, self.bias, out=total)
 
 
@@ -202,25 +219,21 @@ class SplitEmbedding(Embedding):
     def __init__(self, like: Embedding, split: Split, cut: Cut) -> None:
         super().__init__(like.ops, cut.own.shape, like.out, like.scale, like.packing)
         self.links = split.links
-        self.rows = np.asarray(cut.borders())
+        self.bounds = tuple(pairwise(cut.borders()))
         self.index = cut.part.index
 
     def forward(self, ids: Tensor) -> Tensor:
-        cast(SplittingOps, self.ops).run_host(lambda: self._look_up(ids))
+        _exchange(self.ops, self.links, lambda: self._look_up(ids))
         return self.out(ids.shape[0])
 
-    def _look_up(self, given: Tensor) -> None:
+    def _look_up(self, ids: Tensor) -> None:
         """Write the rows of all ids to the buffer."""
-        ids = as_array(given)
-        owner = np.searchsorted(self.rows, ids, side="right") - 1
-        local = np.where(owner == self.index, ids - self.rows[self.index], 0)
-        rows = as_array(super().forward(self.ops.tensor(local)))
-        parts = self.links.gather(rows, len(self.rows) - 1)
-        for index, part in enumerate(parts):
+        first, last = self.bounds[self.index]
+        rows = super().forward((ids - first).clip(0, last - first - 1))  # some row for an id of another rank
+        parts = self.links.gather(rows, len(self.bounds))
+        for index, (begin, end) in enumerate(self.bounds):
             if index != self.index:
-                mine = owner == index
-                rows[mine] = part[mine]
-        put(rows, self.out(len(ids)))
+                put_where((begin <= ids) & (ids < end), parts[index], rows)
 
 
 class ColumnsEmbedding(Embedding):
@@ -258,13 +271,14 @@ class SplitHead(LMHead):
 
     def forward(self, x: Tensor) -> Tensor:
         own, logits = super().forward(x), self.all(x.shape[0])
-        cast(SplittingOps, self.ops).run_host(lambda: self._put_together(own, logits))
+        _exchange(self.ops, self.links, lambda: self._put_together(own, logits))
         return logits
 
     def _put_together(self, own: Tensor, logits: Tensor) -> None:
-        bounds, total = list(pairwise(self.columns)), as_array(logits)
+        bounds = list(pairwise(self.columns))
         shapes = [(len(own), end - begin) for begin, end in bounds]
-        put(np.concatenate(self.links.gather(as_array(own), len(bounds), shapes), axis=1, out=total), logits)
+        for (begin, end), part in zip(bounds, self.links.gather(own, len(bounds), shapes), strict=True):
+            put(part, logits[:, begin:end])
 
 
 class SplitMixture:

@@ -8,7 +8,8 @@ On one host the arrays lie in shared memory, and a byte over a socket says that 
 
 Each rank has two buffers for each degree and uses them alternately. Before it writes to a buffer again, the byte of the
 gather in between has shown that every rank has finished reading that buffer. The memory has no name in the system, and
-disappears with its processes. Ranks on several machines send their arrays over the sockets instead (SocketLinks).
+disappears with its processes. Ranks on several machines send their arrays over the sockets instead (SocketLinks), and
+those of GPUs their tensors from device to device (device_links.py).
 
 A socket is closed when its process ends, so the death of a rank reaches all others at their next gather. Connections to
 a machine that vanishes are closed after some seconds (the launcher sets TCP's keep-alive).
@@ -30,7 +31,7 @@ import numpy as np
 
 from penstock.config import DEGREES, HALF_GROUPS
 from penstock.errors import ExecutorLostError
-from penstock.kernels.tensors import UINT8, Array
+from penstock.kernels.tensors import UINT8, Array, Tensor, as_array
 from penstock.ranks.launcher import HERE, HostLauncher, Launcher
 
 BLOCKS = (*DEGREES, HALF_GROUPS)  # sizes of the blocks of ranks that exchange arrays
@@ -44,43 +45,81 @@ class Links(Protocol):
     """One rank's connections to the others.
 
     Attributes:
-        bytes_received: bytes that this rank has received from other ranks so far.
+        is_recorded: whether a gather is a part of a recorded pass; otherwise the pass leaves it to the host (run_host).
         buffer_bytes: the most bytes of one rank's array.
     """
 
-    bytes_received: int
+    is_recorded: bool
     buffer_bytes: int
 
-    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
+    @property
+    def bytes_received(self) -> int:
+        """The bytes that this rank has received from other ranks so far."""
+
+    def gather(self, x: Tensor, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Tensor]:
         """Gather the `x` of each rank in this rank's block of `degree` neighbours, in the order of ranks.
 
-        The arrays must not be written to, and are valid until the next call. shapes: each rank's shape, if they differ
-        from that of x.
+        The results, arrays unless the links are a device's, must not be written to, and are valid until the next call.
+        shapes: each rank's shape, if they differ from that of x.
 
         Raises:
             ExecutorLostError: a rank of the block ended, does not answer, or is at another place of the model.
         """
 
+    def check(self) -> None:
+        """Raise ExecutorLostError if a rank has ended while a device computed, which no gather has noticed."""
 
-class _Sockets:
+
+class NoLinks:
+    """Stands for the links of a rank whose part is only counted, never computed."""
+
+    is_recorded, bytes_received, buffer_bytes = False, 0, 0
+
+    def gather(self, x: Tensor, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Tensor]:
+        raise AssertionError("a part that is only counted does not compute")
+
+    def check(self) -> None:
+        """Find that nobody has ended."""
+
+
+class HostLinks:
     """A socket to each other rank.
 
     Attributes:
         bytes_received: bytes that this rank has received from other ranks so far.
+        is_open: whether this rank has not left the group.
     """
+
+    is_recorded = False
+    buffer_bytes: int
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
         self.rank = rank
         self._peers = peers
-        self.bytes_received = 0
+        self.bytes_received, self.is_open = 0, True
+
+    def gather(self, x: Tensor, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Do nothing: every gather has noticed it."""
+
+    def check_all(self, seconds: float) -> None:
+        """Wait so long for the end of any other rank. Raise ExecutorLostError if one has ended."""
+        poll, ranks = select.poll(), {sock.fileno(): rank for rank, sock in self._peers.items()}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLRDHUP)
+        for descriptor, _ in poll.poll(1000 * seconds):
+            raise ExecutorLostError(f"rank {ranks[descriptor]} has ended", rank=ranks[descriptor])
 
     def close(self) -> None:
         """Leave the group, so that the other ranks' next gather with this one fails. A second call does nothing."""
+        self.is_open = False
         for sock in self._peers.values():
             sock.close()
 
 
-class SharedMemoryLinks(_Sockets):
+class SharedMemoryLinks(HostLinks):
     """Links to ranks on the same host."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], memory: int, buffer_bytes: int) -> None:
@@ -93,8 +132,8 @@ class SharedMemoryLinks(_Sockets):
         for sock in peers.values():
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", TIMEOUT_S, 0))
 
-    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
-        first = self.rank // degree * degree
+    def gather(self, x: Tensor, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
+        x, first = as_array(x), self.rank // degree * degree
         if x.nbytes > self.buffer_bytes:
             raise ExecutorLostError(f"a rank sends {x.nbytes} bytes at once, but {self.buffer_bytes} were planned")
         parity = self._parity[degree] = self._parity[degree] ^ 1
@@ -149,7 +188,7 @@ class SharedMemoryLinks(_Sockets):
         return b""
 
 
-class SocketLinks(_Sockets):
+class SocketLinks(HostLinks):
     """Links to ranks on other machines. A rank sends its array to the others of its block and receives theirs at the
     same time, so no two ranks wait for each other to read."""
 
@@ -161,9 +200,9 @@ class SocketLinks(_Sockets):
         for sock in peers.values():
             sock.setblocking(False)
 
-    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
+    def gather(self, x: Tensor, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
         first = self.rank // degree * degree
-        x = np.ascontiguousarray(x)
+        x = np.ascontiguousarray(as_array(x))
         found = [np.empty(x.shape if shapes is None else shapes[index], x.dtype) for index in range(degree)]
         found[self.rank - first] = x
         count = self._counts[degree] = (self._counts[degree] + 1) % 256

@@ -53,7 +53,7 @@ def _run_in_group(ends: Sequence[str]) -> int:
         plan: RankPlan = leader.recv()
         try:
             import_files(plan.config.imports)
-            runner = make_runner(plan, make_ops(plan.config, plan.model_config), links.rank, links)
+            runner = make_runner(plan, make_ops(plan.config, plan.model_config, links.rank), links.rank, links)
         except ExecutorLostError:
             return EXIT_FAILED  # the leader says what happened
         except PenstockError as error:

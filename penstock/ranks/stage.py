@@ -24,12 +24,13 @@ import numpy as np
 
 from penstock.config import HALF_GROUPS, EngineConfig
 from penstock.errors import NotSupportedError
-from penstock.interface.step import SchedulerOutput
+from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.tensors import LOGITS_ROWS, Array, Slot, Tensor, as_array
 from penstock.layers.decoder import DecoderLM
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import Module, children
 from penstock.layers.weights import Embedding, WeightLayer
+from penstock.ranks.links import Links, NoLinks
 from penstock.runner.input_batch import PackedStep, PromptPiece
 from penstock.runner.model_runner import ModelRunner, Pending
 from penstock.spec.model_config import ModelConfig
@@ -155,7 +156,19 @@ class _StageOutput(Module):
 
 
 class RankRunner(ModelRunner):
-    """The ModelRunner of a rank."""
+    """The ModelRunner of a rank.
+
+    Attributes:
+        links: to the other ranks.
+    """
+
+    links: Links = NoLinks()
+
+    def finish(self, pending: Pending) -> StepOutput:
+        """Finish as every runner does. Raise ExecutorLostError if a rank has ended meanwhile."""
+        output = super().finish(pending)
+        self.links.check()
+        return output
 
     def may_record(self, config: EngineConfig, model_config: ModelConfig) -> bool:
         """Forbid recording where passes over the same number of tokens differ: where ranks share experts, the calls

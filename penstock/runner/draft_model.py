@@ -22,7 +22,7 @@ from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import DraftQuery, NewRequest, ScheduledRequest, SchedulerOutput
 from penstock.kernels.attention.plan import steps_with_same_tiles
 from penstock.kernels.sampling import SamplingTensors
-from penstock.kernels.tensors import Int32, Int64, as_array
+from penstock.kernels.tensors import Int32, Int64, address_of, as_array
 from penstock.layers.module import ForwardContext
 from penstock.runner.input_batch import Layout, PackedStep
 from penstock.runner.model_runner import ModelRunner, RecordedModel
@@ -61,14 +61,14 @@ class GreedyDecoder:
         """
         runner = self._runner
         step = self._step_of(rows)
-        step.positions[:] = positions
-        for slots, first in zip(step.slot_mappings, self._first_slots, strict=True):
-            np.add(step.positions, first, out=slots)
+        self._place(step, positions)
         with runner.computing():
             done, num_steps = 0, tokens.shape[1] - 1
             while done < num_steps:
                 at = [position + done for position in positions]
                 ctx = self._planned_context(step, at)
+                on_host = address_of(ctx.attention[0].slot_mapping) == address_of(step.slot_mappings[0])
+                self._context = ctx if on_host else None  # a device has a copy, which no later call can change
                 ends = min(end - position for position, (_, end) in zip(at, self._planned, strict=True))
                 count = min(num_steps - done, ends)
                 part = tokens[:, done : done + count + 1]
@@ -76,6 +76,14 @@ class GreedyDecoder:
                     count = 1
                     self._decode_once(tokens[:, done : done + 2], step, ctx)
                 done += count
+                if not on_host:
+                    self._place(step, [position + done for position in positions])
+
+    def _place(self, step: PackedStep, positions: Sequence[int]) -> None:
+        """Let a step's tokens be at these positions."""
+        step.positions[:] = positions
+        for slots, first in zip(step.slot_mappings, self._first_slots, strict=True):
+            np.add(step.positions, first, out=slots)
 
     def _step_of(self, rows: list[int]) -> PackedStep:
         """Pack a step with one token of each row; the arrays are those of the last call if the blocks are the same."""

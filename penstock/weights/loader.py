@@ -23,6 +23,7 @@ from penstock.kernels.cpu.library import why_missing
 from penstock.kernels.ops import Ops, RowSource
 from penstock.kernels.scheme import scheme_of
 from penstock.kernels.tensors import NAMES, Dtype
+from penstock.kernels.triton.device import of_rank
 from penstock.layers.factory import LayerFactory, Runs
 from penstock.layers.lora import LoraSlots
 from penstock.layers.module import CausalLM, is_torch_module, named_modules
@@ -180,12 +181,14 @@ def open_reader(model_config: ModelConfig, source: ParameterSource) -> AdapterRe
     return AdapterReader(table.parameters(model_config), source, table.prefix)
 
 
-def make_ops(config: EngineConfig, model_config: ModelConfig) -> Ops:
-    numerics = config.numerics
+def make_ops(config: EngineConfig, model_config: ModelConfig, rank: int = 0) -> Ops:
+    """Make the backend of a rank of a resolved config; each has a GPU of its own, if any."""
+    numerics, num_ranks = config.numerics, config.parallel.num_ranks
     threads = numerics.threads or 1
     cores = pinned_cores(numerics.cpu_affinity, threads) if numerics.kernels == "cpu" else ()
     dtype = dtype_for(model_config, numerics.kernels, numerics.dtype)
-    return load_ops(numerics.kernels, dtype, numerics.device, threads=threads, cores=cores)
+    device = of_rank(numerics.device, rank)
+    return load_ops(numerics.kernels, dtype, device, threads=threads, cores=cores, num_ranks=num_ranks)
 
 
 def make_model(

@@ -38,9 +38,12 @@ class MachineLimits:
     """The machine's limits with all threads of a backend, as probed so far.
 
     Attributes:
+        rest_seconds: how long torch's threads need before the next probe.
         seen: all rates probed: READ in 10^9 bytes per second, KINDS in 10^9 operations per second, where a multiply-add
             counts as two.
     """
+
+    rest_seconds = TORCH_REST_SECONDS
 
     def __init__(self, ops: CpuOps) -> None:
         """Choose the fastest way to read and the lengths of probes, then probe every limit CALIBRATIONS times."""
@@ -88,6 +91,10 @@ class MachineLimits:
         for name, rate in rates.items():
             self.seen[name].append(rate)
         return rates
+
+    def timed(self, call: Callable[[Any], Any], ring: Sequence[Any]) -> "TimedCall":
+        """Make a call that is timed with the operands of a ring."""
+        return TimedCall(call, ring)
 
     @property
     def num_bytes(self) -> int:
@@ -163,7 +170,7 @@ def time_in_rounds(calls: Sequence[TimedCall], work: Work, limits: MachineLimits
         for index, call in enumerate(calls):
             seconds = call.sample()
             if index == len(calls) - 1:
-                time.sleep(TORCH_REST_SECONDS)
+                time.sleep(limits.rest_seconds)
             after = limits.probe(*kinds)
             samples[index].append(Sample(seconds, work, before, after))
             before = after

@@ -17,12 +17,15 @@ from typing import Any
 import torch
 
 from penstock import InvalidRequestError
-from penstock.errors import check_choice, check_int
+from penstock.config import TRITON
+from penstock.errors import check_choice, check_int, fail
+from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.cpu.library import chosen_level
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF
 from penstock.kernels.metadata import Heads
+from penstock.kernels.triton import device as gpu
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
 from penstock.weights.hub import resolve_model
@@ -45,6 +48,7 @@ class Selection:
         rows, shapes: of products; shapes are (n, k).
         heads: of attention; empty for the defaults of bench.attention.
         threads: None for all available cores.
+        device: "cpu", or a GPU, which measures neither experts nor codes.
 
     Raises:
         InvalidRequestError: a value is unknown or out of range, the cases do not fit into memory, or none is left.
@@ -56,12 +60,15 @@ class Selection:
     shapes: Sequence[tuple[int, int]] = SHAPES
     heads: Sequence[Heads] = ()
     threads: int | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for option, names, known in (("op", self.ops, OPS), ("dtype", self.dtypes, (*DTYPES, *CODINGS))):
             for name in names:
                 check_choice(option, name, known)
         check_int("threads", self.threads, 1, 1024, optional=True)
+        if self.device != "cpu":
+            self._check_gpu()
         if "linear" in self.ops:
             self._check_products()
         case_bytes = [case.operand_bytes for case in self.cases()]
@@ -75,6 +82,18 @@ class Selection:
             )
             raise InvalidRequestError(message, param="shape")
 
+    def _check_gpu(self) -> None:
+        experts = ["experts"] if "experts" in self.ops and self.ops != OPS else []
+        given: dict[str, Sequence[Any]] = {
+            "op": experts,
+            "dtype": sorted({*CODINGS} & {*self.dtypes}),
+            "threads": [self.threads],
+        }
+        for option, values in given.items():
+            for value in values:
+                if value is not None:
+                    raise fail(option, value, f"left out with device = {self.device}")
+
     def _check_products(self) -> None:
         for name, values in (("rows", self.rows), ("shape", [side for shape in self.shapes for side in shape])):
             if not values or min(values) < 1 or max(values) > 2**20:
@@ -86,7 +105,7 @@ class Selection:
     def cases(self) -> Iterator[Case]:
         if "linear" in self.ops:
             yield from product_cases(self.shapes, self.dtypes, self.rows)
-        if "experts" in self.ops:
+        if "experts" in self.ops and self.device == "cpu":
             yield from expert_cases(self.dtypes)
         if "attend_decode" in self.ops:
             yield from decode_cases(self.dtypes, self.heads)
@@ -113,14 +132,7 @@ def measure_ops(selection: Selection, *, progress: Progress) -> dict[str, Any]:
     Raises:
         InvalidRequestError: the native library is missing.
     """
-    level = chosen_level()
-    if level is None:
-        message = "kernels: the native library is missing; install Penstock with a C++ compiler"
-        raise InvalidRequestError(message, param="kernels")
-    threads = selection.threads or available_threads()
-    torch.set_num_threads(threads)
-    backends = {dtype: CpuOps(dtype, threads=threads) for dtype in (torch.bfloat16, torch.float32)}
-    limits = MachineLimits(backends[torch.bfloat16])
+    backends, limits, about = _on_cpu(selection) if selection.device == "cpu" else _on_gpu(selection.device)
     cases = list(selection.cases())
     rows: list[dict[str, Any]] = []
     with progress("cases", len(cases)) as advance, torch.inference_mode():
@@ -129,10 +141,34 @@ def measure_ops(selection: Selection, *, progress: Progress) -> dict[str, Any]:
             gc.collect()
             advance(1)
     return {
-        "machine": {**limits.figures(), "level": level, "threads": threads, "processor": _processor_name()},
+        "machine": {**limits.figures(), **about},
         "torch": torch.__version__,
         "rows": rows,
     }
+
+
+def _on_cpu(selection: Selection) -> tuple[dict[torch.dtype, Any], MachineLimits, dict[str, Any]]:
+    """Make the native backends by type, measure the limits of the machine, and describe both."""
+    level = chosen_level()
+    if level is None:
+        message = "kernels: the native library is missing; install Penstock with a C++ compiler"
+        raise InvalidRequestError(message, param="kernels")
+    threads = selection.threads or available_threads()
+    torch.set_num_threads(threads)
+    backends = {dtype: CpuOps(dtype, threads=threads) for dtype in (torch.bfloat16, torch.float32)}
+    about = {"level": level, "threads": threads, "processor": _processor_name()}
+    return backends, MachineLimits(backends[torch.bfloat16]), about
+
+
+def _on_gpu(device: str) -> tuple[dict[torch.dtype, Any], MachineLimits, dict[str, Any]]:
+    from penstock_lab.bench.device import DeviceLimits
+
+    where = None if gpu.is_interpreted() else device
+    backends = {dtype: load_ops(TRITON, dtype, where) for dtype in (torch.bfloat16, torch.float32)}
+    place = torch.device(backends[torch.bfloat16].device)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else _processor_name()
+    about = {"level": gpu.describe(device), "threads": torch.get_num_threads(), "processor": name}
+    return backends, DeviceLimits(place), about
 
 
 def _processor_name() -> str:

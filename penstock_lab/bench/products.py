@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.coding import CodedRows, Coding
-from penstock.kernels.cpu.ops import CpuOps
-from penstock.kernels.ops import REDUCTION_LEAVES, PackedLinear, Packing, TensorRows
+from penstock.kernels.ops import REDUCTION_LEAVES, Ops, PackedLinear, Packing, TensorRows
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import NAMES, empty
+from penstock.kernels.tensors import NAMES
 from penstock.spec.param_table import leaf_bounds
-from penstock_lab.bench.machine import MachineLimits, TimedCall, ring_length, time_in_rounds
+from penstock_lab.bench.machine import MachineLimits, ring_length, time_in_rounds
 from penstock_lab.bench.samples import Work
 
 DTYPES = ("bf16", "f32", "int8", "int8-x2", "int4", "int4-a16")
@@ -64,18 +63,18 @@ class ProductCase:
         """Approximate bytes of the operands and results of both sides."""
         return 8 * self.n * self.k + max(self.rows) * 4 * (self.n + 2 * self.k)
 
-    def measure(self, backends: dict[torch.dtype, CpuOps], limits: MachineLimits) -> Iterator[dict[str, Any]]:
+    def measure(self, backends: dict[torch.dtype, Any], limits: MachineLimits) -> Iterator[dict[str, Any]]:
         """Yield one row per number of rows."""
         ops = backends[torch.float32 if self.dtype == "f32" else torch.bfloat16]
         generator = torch.Generator().manual_seed(self.n + self.k)
-        weight = uniform((self.n, self.k), ops.dtype, generator)
+        weight = uniform((self.n, self.k), ops.dtype, generator).to(ops.device)
         packed = packed_copies(ops, weight, self.dtype, leaves=self.leaves)
         plain = [weight.clone() for _ in range(ring_length(weight.nbytes))]
         for m in self.rows:
-            x, out = uniform((m, self.k), ops.dtype, generator), torch.empty((m, self.n))
+            x, out = uniform((m, self.k), ops.dtype, generator).to(ops.device), ops.empty((m, self.n), "float32")
             timed = [
-                TimedCall(partial(ops.linear, x, out=out), packed),
-                TimedCall(partial(functional.linear, x), plain),
+                limits.timed(partial(ops.linear, x, out=out), packed),
+                limits.timed(partial(functional.linear, x), plain),
             ]
             coded = self.dtype in CODINGS and CODINGS[self.dtype].is_integer
             operations, slices = 2 * m * self.n * self.k, 2 if coded or self.dtype == "int8-x2" else 1
@@ -97,7 +96,7 @@ def product_cases(
 
 
 def packed_copies(
-    ops: CpuOps, weight: Tensor, dtype: str, *, leaves: int = 1, gated: bool = False, count: int | None = None
+    ops: Ops, weight: Tensor, dtype: str, *, leaves: int = 1, gated: bool = False, count: int | None = None
 ) -> list[PackedLinear]:
     """Pack a weight [n, k] once, and return `count` copies of it; by default, as many as make a ring."""
     coding = CODINGS.get(dtype)
@@ -108,9 +107,14 @@ def packed_copies(
     first = ops.pack_linear(weight if coding is None else random_codes(coding, *weight.shape), packing=packing)
     copies = [first]
     for _ in range(1, count or ring_length(first.num_bytes)):
-        state = {name: empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in first.state().items()}
+        state = {name: _copy(ops, tensor) for name, tensor in first.state().items()}
         copies.append(ops.restore_linear(weight.shape, state, packing))
     return copies
+
+
+def _copy(ops: Ops, tensor: Tensor) -> Tensor:
+    copy: Tensor = ops.empty(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return copy.copy_(tensor)
 
 
 def uniform(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -75,6 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ops.add_argument("--rows", **several, type=int, metavar="M", help="rows of the products (default: 1 to 512)")
     ops.add_argument("--shape", **several, type=_parse_shape, metavar="NxK", help="weight shapes, like 5632x2048")
     ops.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
+    ops.add_argument("--device", metavar="{cpu,cuda[:N]}", help="measure the kernels of a GPU there (default: cpu)")
     serve = kinds.add_parser(
         "serve",
         help="a running server under load",
@@ -203,7 +204,7 @@ def _prepare_ops(args: argparse.Namespace) -> Bench:
     if args.op is not None and "linear" not in args.op and (args.rows or args.shape):
         name = "rows" if args.rows else "shape"
         raise InvalidRequestError(f"{name}: only allowed with --op linear", param=name)
-    given = {"ops": args.op, "dtypes": args.dtype, "rows": args.rows, "threads": args.threads}
+    given = {"ops": args.op, "dtypes": args.dtype, "rows": args.rows, "threads": args.threads, "device": args.device}
     given |= {"shapes": shapes, "heads": heads}
     selection = Selection(**{name: value for name, value in given.items() if value is not None})
     command = {"command": shlex.join(["penstock", *sys.argv[1:]])}

@@ -21,6 +21,7 @@ from penstock.layers.weights import WHOLE_IN_FILES, WeightLayer
 from penstock.models.config_json import load_model_config
 from penstock.ranks.build import RankPlace, check_codes, split_of
 from penstock.ranks.layers import row_magnitudes
+from penstock.ranks.links import NoLinks
 from penstock.ranks.sharding import Share, find_degrees, heads_are_together
 from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
@@ -132,7 +133,7 @@ class _Part:
         fill_layer(prefix, layer, self.make, self._source)
 
 
-class _WholeRows:
+class _WholeRows(NoLinks):
     """Stands for the links of a rank whose part is only packed.
 
     Attributes:
@@ -140,7 +141,6 @@ class _WholeRows:
     """
 
     parameter: Parameter
-    bytes_received = buffer_bytes = 0
 
     def __init__(self, source: ParameterSource, ops: Ops) -> None:
         self._source = source

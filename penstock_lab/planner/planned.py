@@ -1,6 +1,6 @@
 """A model as the planner sees it: its config values and sizes, from config.json and the headers of the weights."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
@@ -15,13 +15,14 @@ from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.tensors import Array
+from penstock.kernels.triton.device import leaves_of
 from penstock.kernels.triton.sizes import CountingOps
 from penstock.layers.weights import HeadLayout
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import FallbackVersion, find_model
 from penstock.ranks.build import RankPlace, check_codes
 from penstock.ranks.layers import Split
+from penstock.ranks.links import NoLinks
 from penstock.ranks.sharding import Share, cut_all, heads_are_together
 from penstock.ranks.stage import Stage
 from penstock.spec.model_config import ModelConfig
@@ -118,9 +119,14 @@ class PlannedModel:
     def ops(self) -> Ops:
         """The backend whose layers are counted."""
         numerics = self.resolved().numerics
-        if self.gpu:
-            return cast(Ops, CountingOps(numerics.dtype))
         return load_ops(numerics.kernels, dtype_for(self.model, numerics.kernels, numerics.dtype))
+
+    def _ops_of(self, share: Share | None) -> Ops:
+        """Choose the backend whose layers are counted for a rank."""
+        if not self.gpu:
+            return self.ops
+        ranks = 1 if share is None else share.degrees.size
+        return cast(Ops, CountingOps(self.resolved().numerics.dtype, leaves_of(ranks)))
 
     @property
     def head(self) -> HeadLayout:
@@ -142,7 +148,7 @@ class PlannedModel:
         return read_parameters(self.model)
 
     @cached_property
-    def _found(self) -> dict[tuple[Scheme | None, Shapes, range | None], ModelSizes]:
+    def _found(self) -> dict[tuple[Scheme | None, Shapes, range | None, bool], ModelSizes]:
         return {}
 
     @cached_property
@@ -153,13 +159,16 @@ class PlannedModel:
         """Count the bytes of the model, or of a rank's part of it, or of a stage with some layers. Parts with equal
         shapes are counted once."""
         place, shapes = (ANYWHERE, ()) if share is None or share.degrees.size == 1 else self._part(share)
-        key = scheme, shapes, layers
+        pads = share is not None and share.rank % share.degrees.vocab == share.degrees.vocab - 1  # the head
+        key = scheme, shapes, layers, pads and not self.head.is_plain
         if key not in self._found:
             if layers is not None:
                 split = place.split if isinstance(place, RankPlace) else None
                 place = RankPlace(split=split, stage=Stage(layers, self.model.num_hidden_layers))
             slices = self.config.numerics.activation_slices
-            found = model_sizes(self.model, self.ops, self.head, self.stored, place, scheme=scheme, slices=slices)
+            found = model_sizes(
+                self.model, self._ops_of(share), self.head, self.stored, place, scheme=scheme, slices=slices
+            )
             self._found[key] = found
         return self._found[key]
 
@@ -169,15 +178,6 @@ class PlannedModel:
             shapes = tuple((name, cut.own.shape, cut.own.leaf_ends) for name, cut in cuts.items())
             self._parts[share] = RankPlace(split=Split(share, NoLinks(), cuts)), shapes
         return self._parts[share]
-
-
-class NoLinks:
-    """Stands for the links of a rank whose part is only counted, never computed."""
-
-    bytes_received = buffer_bytes = 0
-
-    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> Sequence[Array]:
-        raise AssertionError("a part that is only counted does not compute")
 
 
 def layer_shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[tuple[int, ...], ...]]:

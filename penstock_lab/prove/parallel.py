@@ -27,7 +27,7 @@ from penstock.models.config_json import load_model_config
 from penstock.ranks.build import RankPlan, RanksExecutor, StartRanks, make_runner, open_pipeline, start_ranks
 from penstock.ranks.group import Group, ParallelExecutor, StepOrder
 from penstock.ranks.launcher import HostLauncher, Launcher
-from penstock.ranks.links import BLOCKS
+from penstock.ranks.links import BLOCKS, NoLinks
 from penstock.ranks.pipeline import Channel
 from penstock.ranks.process import serve
 from penstock.ranks.sharding import general, is_beginning, module_of
@@ -66,7 +66,7 @@ SPLITS = (
 )  # fmt: skip
 
 
-class LocalLinks:
+class LocalLinks(NoLinks):
     """The links of a rank that is a thread."""
 
     buffer_bytes = 2**30

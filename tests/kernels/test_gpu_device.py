@@ -123,12 +123,29 @@ def test_what_is_chosen(machine: SetUp) -> None:
     for options, message in (
         ({"device": "cuda", "why_no_gpu": "its heads are too wide"}, "cannot be used: its heads are too wide"),
         ({"device": "cuda", "num_engines": 3, "number": 2}, "there is no GPU 2: the NVIDIA driver shows 2"),
-        ({"device": "cuda:1", "num_engines": 2}, "each of 2 engines has a GPU of its own"),
+        ({"device": "cuda:1", "num_engines": 2}, "each of 2 engines has GPUs of its own"),
         ({"kernels": "triton", "device": "cpu"}, "compute on the GPU"),
         ({"kernels": "triton", "block_size": 16}, "it must be a multiple of 128"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
             chosen(**options)
+
+
+def test_ranks_have_a_gpu_each(machine: SetUp) -> None:
+    """Guards against two ranks on one GPU, ranks whose bits differ, and GPUs taken for ranks without being asked to."""
+    machine(Driver(80, 90, 90, 90))
+    two = {"tensor_parallel_size": 2}
+    assert chosen(**two).numerics.device == "cpu"
+    config = chosen(**two, device="cuda", num_engines=2, number=1)
+    assert [device.of_rank(config.numerics.device, rank) for rank in range(2)] == ["cuda:2", "cuda:3"]
+    assert device.name_of("cuda:2", 2) == "triton.sm90.leaves8"
+    assert chosen(**two, device="cuda:1").numerics.device == "cuda:1"
+    for options, message in (
+        ({"device": "cuda"}, "capabilities 8.0 and 9.0, and only equal ones share a model"),
+        ({"device": "cuda:3"}, "there is no GPU 4"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            chosen(**two, **options)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import NotSupportedError, fail, invalid, shown
+from penstock.kernels.ops import REDUCTION_LEAVES
 
 NAME = "triton"  # of the kernels
 TILE = 128  # positions that attention folds at a time; a block of the cache holds whole tiles
@@ -26,33 +27,46 @@ DRIVER = "libcuda.so.1"
 CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
-def choose(kernels: str, device: str, number: int, num_engines: int, why_not: str) -> str | None:
+def choose(kernels: str, device: str, number: int, num_engines: int, why_not: str, num_ranks: int = 1) -> str | None:
     """Choose the device of an engine whose options are these; None: a GPU is neither asked for nor free to take.
 
     Args:
-        number, num_engines: of the engine, and how many there are here; each has a GPU of its own.
+        number, num_engines: of the engine, and how many there are here; each has GPUs of its own.
         why_not: why the engine cannot be served on a GPU; "" if it can.
+        num_ranks: its processes, each of which has a GPU: the first one what is returned, the others those after it.
+            They take GPUs only if asked to, because this has not run on several GPUs yet.
 
     Raises:
         InvalidRequestError: a GPU is asked for and cannot be used.
     """
     asked = "kernels" if kernels == NAME else "device" if device.startswith("cuda") else ""
-    if not asked and (is_interpreted() or (kernels, device) != ("auto", "auto")):
+    if not asked and (is_interpreted() or num_ranks > 1 or (kernels, device) != ("auto", "auto")):
         return None
-    here = device if ":" in device else f"cuda:{number}"
+    here = device if ":" in device else f"cuda:{number * num_ranks}"
     if num_engines > 1 and ":" in device:
-        raise fail("device", device, f"cuda: each of {num_engines} engines has a GPU of its own")
+        raise fail("device", device, f"cuda: each of {num_engines} engines has GPUs of its own")
     if is_interpreted() and device in ("auto", "cpu"):
         here = "cpu"
     elif is_interpreted() or device == "cpu":
         where = "CPU, in Triton's interpreter" if is_interpreted() else "GPU"
         raise fail("device", device, f"auto: kernels = {NAME} compute on the {where}")
-    missing = why_missing(here)
+    missing = next(filter(None, (why_missing(of_rank(here, rank)) for rank in range(num_ranks))), "")
+    missing = missing or _why_unequal(number_of(here), num_ranks)
     if missing and asked:
         raise invalid(asked, f"{shown(kernels if asked == 'kernels' else device)} cannot be used: {missing}")
     if why_not and asked:
         raise NotSupportedError(f"{asked}: {shown(kernels)} cannot be used: {why_not}", param=asked)
     return None if missing or why_not else here
+
+
+def of_rank(device: str, rank: int) -> str:
+    """Name the device of a rank, from that of rank 0."""
+    return device if device == "cpu" else f"cuda:{number_of(device) + rank}"
+
+
+def leaves_of(num_ranks: int) -> int:
+    """Count the pieces of K in products: one where a model has one device, which saves time."""
+    return LEAVES if num_ranks == 1 else REDUCTION_LEAVES
 
 
 def describe(device: str) -> str:
@@ -90,6 +104,14 @@ def why_missing(device: str = "cuda") -> str:
     return ""
 
 
+def _why_unequal(first: int, count: int) -> str:
+    """Say that GPUs cannot share a model because their bits differ; "" if they do not."""
+    found = architectures()
+    kinds = [] if is_interpreted() or isinstance(found, str) else sorted({*found[first : first + count]})
+    texts = " and ".join(f"{kind / 10}" for kind in kinds)
+    return f"the GPUs have compute capabilities {texts}, and only equal ones share a model" if len(kinds) > 1 else ""
+
+
 @cache
 def architectures() -> tuple[int, ...] | str:
     """Ask the driver for the compute capability of each GPU (90 is 9.0); or say why it cannot be asked."""
@@ -111,11 +133,11 @@ def architectures() -> tuple[int, ...] | str:
     return tuple(found)
 
 
-def name_of(device: str) -> str:
+def name_of(device: str, num_ranks: int = 1) -> str:
     """Name the arithmetic of kernels on a device, for fingerprints: "triton.sm90.leaves1", for example."""
     found = architectures()
     name = "interpreted" if is_interpreted() or isinstance(found, str) else f"sm{found[number_of(device)]}"
-    return f"{NAME}.{name}.leaves{LEAVES}"
+    return f"{NAME}.{name}.leaves{leaves_of(num_ranks)}"
 
 
 def fingerprint() -> str:

@@ -116,9 +116,11 @@ class TritonOps:
         return part, scales
 
     def add_parts(self, parts: Sequence[Tensor], scales: Array | None, bias: Array | None, *, out: Tensor) -> Tensor:
-        together = self.scratch.begin().empty((len(parts), *out.shape), torch.float32, self.device)
-        for place, part in zip(together, parts, strict=True):
-            place.copy_(as_torch(part))
+        together: Any = parts
+        if not isinstance(together, Tensor):
+            together = self.scratch.begin().empty((len(parts), *out.shape), torch.float32, self.device)
+            for place, part in zip(together, parts, strict=True):
+                place.copy_(as_torch(part))
         by, plus = (None if term is None else self._constant(term) for term in (scales, bias))
         return rows.add_parts(together, by, plus, out)
 

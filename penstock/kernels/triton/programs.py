@@ -21,11 +21,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels.tensors import Array
+from penstock.kernels.sampling import SamplingTensors
+from penstock.kernels.tensors import Array, as_array
+from penstock.kernels.triton.sampling import choose
 from penstock.kernels.triton.sizes import PROGRAM_ROWS
 
 GRAPHS = (
@@ -157,7 +160,20 @@ class TritonProgram:
     def decode(
         self, attention: Sequence[Any], input_ids: Tensor, positions: Tensor, tokens: Array, vocab_size: int
     ) -> bool:
-        return False  # the caller runs the steps one by one
+        rows, given = len(tokens), torch.from_numpy(tokens[:, :-1].copy()).to(positions.device)
+        greedy = SamplingTensors(torch.zeros(rows, device=positions.device))
+        found = torch.empty_like(given)  # the token after each step
+        for step, column in enumerate(given.T):
+            input_ids.copy_(torch.where(column < 0, found[:, step - 1], column) if step else column)
+            logits = self.run(attention)
+            ids, _ = choose(logits[:, :vocab_size].contiguous(), greedy)
+            found[:, step] = ids.clamp(min=0)  # of logits that are not finite
+            positions += 1
+            for meta in attention:
+                meta.work.lengths[:rows] += 1
+                meta.work.slots[:rows] += 1
+        np.copyto(tokens[:, 1:], as_array(found), where=tokens[:, 1:] < 0)
+        return True
 
 
 class TorchGuard(TorchDispatchMode):

@@ -1,22 +1,23 @@
-"""Parts of a model on one device, and in two processes: the bits of the whole."""
+"""Parts of a model on one device, and in processes that exchange tensors over gloo: the bits of the whole."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="an extra")
 
-from penstock.kernels.ops import Packing, SplittingOps, TensorRows
+from penstock import SamplingParams
+from penstock.errors import ExecutorLostError
+from penstock.kernels.ops import REDUCTION_LEAVES, Packing, SplittingOps, TensorRows
 from penstock.kernels.scheme import Scheme
+from penstock.kernels.triton import device
 from penstock.kernels.triton.ops import TritonOps
-from tests.kernels.triton import ranks
+from tests.hf_models import random_ids
 from tests.kernels.triton.compare import DEVICE, bits, draw
+from tests.kernels.triton.test_engine import answers, made, start
 
 K, N, LEAF = 256, 12, 32
 
@@ -37,26 +38,43 @@ def test_parts_have_the_bits_of_the_whole(rows: int, scheme: str | None) -> None
     magnitudes = weight.float().abs().amax(dim=1).cpu().numpy() if scheme == "int8" else None
     for degree in (2, 4, 8):
         size, parts, scales = K // degree, [], None
-        for start in range(0, K, size):
-            own = TensorRows(weight[:, start : start + size].contiguous())
+        for begin in range(0, K, size):
+            own = TensorRows(weight[:, begin : begin + size].contiguous())
             part, scales = ops.pack_part(own, magnitudes, cut(range(LEAF, size + 1, LEAF), packing))
-            parts.append(ops.linear(x[:, start : start + size].contiguous(), part))
+            parts.append(ops.linear(x[:, begin : begin + size].contiguous(), part))
         assert (scales is None) == (scheme != "int8")
         total = ops.add_parts(parts, scales, bias.float().cpu().numpy(), out=torch.empty_like(whole))
         assert torch.equal(bits(total), bits(whole)), degree
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 67}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # family, ranks, options
+    "llama, 4 ranks": ("llama", 4, {"dtype": "float32"}),
+    "mixtral, 2 ranks": ("mixtral", 2, {"quantization": "int8", "kv_cache_dtype": "int8"}),  # experts meet on the host
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
+SAMPLED = SamplingParams(temperature=1.0, seed=1, max_tokens=2, ignore_eos=True, logprobs=1)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="processes of an interpreter each")
-def test_two_processes_have_the_bits_of_one(tmp_path: Path) -> None:
-    """Guards against a rank's part of a model that is another one's, an array that is sent before it is there, and a
-    recorded pass that leaves out what ranks exchange."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.kernels.triton.ranks"]
-    started = [
-        subprocess.Popen([*command, str(rank), "2", tmp_path / "store"], stdout=subprocess.PIPE, env=environment)
-        for rank in range(2)
-    ]
-    whole = ranks.checksums(None, 0, 1)
-    first, second = (json.loads(process.communicate(timeout=300)[0]) for process in started)
-    assert first == whole
-    assert [tokens for _, *tokens in second] == [tokens for _, *tokens in whole]
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_have_the_bits_of_one_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a rank's part that is another one's, a tensor that is read before it has come or after the next
+    one has, a recorded pass that leaves out an exchange, and a fingerprint that is not that of 8 leaves."""
+    family, ranks, options = CASES[name]
+    _, directory = made(family, tmp_path, **SIZES, num_attention_heads=4, num_key_value_heads=4)
+    rule = tmp_path / "rule.py"  # every process multiplies as the hardware does
+    rule.write_text("from tests.kernels.triton import hardware\n\nhardware.install()\n")
+    limits = {"max_num_batched_tokens": 13, "max_num_seqs": 2, "imports": [str(rule)]}
+    shared = start(directory, **limits, **options, tensor_parallel_size=ranks)
+    prompts, params = [random_ids(15, 0, 67), random_ids(3, 1, 67)], [GREEDY, SAMPLED]
+    found = [answers(shared.generate(prompts, params)) for _ in range(2)]  # computed, then cached and recorded
+    monkeypatch.setattr(device, "LEAVES", REDUCTION_LEAVES)
+    alone = start(directory, **limits, **options)
+    assert found == [answers(alone.generate(prompts, params))] * 2
+    assert shared.engine.model_info.system_fingerprint == alone.engine.model_info.system_fingerprint
+    executor = cast(Any, shared.engine.engine)._executor
+    assert executor.group.bytes_received
+    executor.group._processes[0].kill()
+    with pytest.raises(ExecutorLostError, match="rank 1"):
+        shared.generate(prompts, params)

@@ -20,6 +20,7 @@ from penstock.errors import InvalidRequestError
 from penstock_lab.planner.table_template import table_text
 from tests.families.case import Case, all_cases
 from tests.hf_models import make_llama
+from tests.kernels.triton.test_engine import made
 from tests.lora.peft_adapters import make_adapter
 from tests.support_matrix import ROOT
 from tests.test_fingerprint import CANNOT_CHANGE, MAY_CHANGE
@@ -39,25 +40,34 @@ NEEDED: dict[str, dict[str, Any]] = {  # options that another one needs
     "kv_offload_dir_bytes": {"kv_offload_dir": "STORE"}, "kv_cache_scales": {"kv_cache_dtype": "int8"},
     "max_loras": {"enable_lora": True}, "max_lora_rank": {"enable_lora": True}, "lora_modules": {"enable_lora": True},
     "distributed_executor_backend": {"tensor_parallel_size": 2}, "activation_dtype": {"model": "CODED"},
+    "tensor_parallel_size": {"imports": ["RULE"]}, "mlp_parallel_size": {"imports": ["RULE"]},
+    "attention_parallel_size": {"imports": ["RULE"], "model": "HEADS"},
+    "expert_parallel_size": {"imports": ["RULE"], "model": "EXPERTS"},
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Paths by the names that VALUES has for them; MODEL is the model itself, CODED one of FP8."""
+    """Paths by the names that VALUES has for them: MODEL is the model itself, CODED one of FP8; RULE lets the processes
+    of ranks multiply as this one does."""
     directory = tmp_path_factory.mktemp("files")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
     base, model = make_llama(directory, **sizes, vocab_size=48)
     _, coded = make_llama(directory / "coded", **sizes, vocab_size=48)
     quantise(coded, *MODELS["fp8"])
+    _, heads = make_llama(directory / "heads", **sizes | {"num_attention_heads": 2, "num_key_value_heads": 2})
+    _, experts = made("mixtral", directory / "experts", **sizes, num_hidden_layers=1, vocab_size=48)
     make_adapter(base, directory / "adapter")
     (directory / "own.py").write_text("import penstock\n")
+    (directory / "rule.py").write_text("from tests.kernels.triton import hardware\n\nhardware.install()\n")
     (directory / "sharding.yaml").write_text(table_text(model, sharding=True))
     names = (f"layers.{index}.{kind}" for index in range(2) for kind in ("key_scale", "value_scale"))
     save_file({name: torch.tensor(0.05) for name in names}, directory / "scales.safetensors")
-    found = {"OWN": "own.py", "SHARDING": "sharding.yaml", "SCALES": "scales.safetensors", "STORE": "store"}
-    found["ADAPTER"] = "adapter"
-    return {"MODEL": str(model), "CODED": str(coded)} | {name: str(directory / file) for name, file in found.items()}
+    found = {"RULE": "rule.py", "OWN": "own.py", "SHARDING": "sharding.yaml", "SCALES": "scales.safetensors"}
+    found |= {"STORE": "store", "ADAPTER": "adapter"}
+    models = {"MODEL": model, "CODED": coded, "HEADS": heads, "EXPERTS": experts}
+    paths = {name: str(path) for name, path in models.items()}
+    return paths | {name: str(directory / file) for name, file in found.items()}
 
 
 def check_row(name: str, text: str) -> None:

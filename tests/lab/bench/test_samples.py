@@ -88,6 +88,8 @@ def test_spread_of_few_values() -> None:
 class FakeLimits:
     """Limits that are faster with every probe, and a log of who took timed."""
 
+    rest_seconds = 0.0
+
     def __init__(self, log: list[str]) -> None:
         self.log, self._rate = log, itertools.count(10)
 

@@ -105,7 +105,7 @@ def test_a_gpu_is_planned_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
     fit = fitter_of(planned, Budget(2 * GIB, 0)).fit()
     assert (fit.config.cache.block_size, fit.config.scheduler.max_num_seqs) == (128, 256)
     assert fit.config.reasons["device"] == "cuda: h200-sxm"
-    assert {"reserve", "operands"} <= set(fit.devices[0].entries)
+    assert {"reserve", "scratch"} <= set(fit.devices[0].entries)
     assert "runtime" not in fit.devices[0].entries
     native = PlannedModel.read(EngineConfig.from_options(model=directory, kernels="cpu"), gpu)
     assert native.resolved().cache.block_size == 16
