@@ -34,6 +34,7 @@ from penstock_lab.prove.every_draft import EveryDraft
 from tests.families.case import all_cases
 from tests.hf_models import Made, random_ids
 from tests.lab.planner.test_plan import GEMMA, LLAMA, MIXTRAL
+from tests.weights.files import FILES, File
 from tests.weights.quantized_files import MODELS, quantise
 
 SMALL = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4}
@@ -216,6 +217,27 @@ def test_coded_weights(tmp_path: Path) -> None:
         start(directory, activation_dtype="int8-x3")
     with pytest.raises(InvalidRequestError, match="quantised already"):
         start(directory, quantization="int8")
+
+
+DECODED = ("GGUF, Q4_K_M", "GGUF, IQ4_XS", "AWQ", "GPTQ, `desc_act`", "MXFP4", "NVFP4", "bitsandbytes, NF4")
+
+
+@pytest.mark.parametrize("file", {file.row: file for file in FILES if file.row in DECODED}.values(), ids=str)
+def test_the_weights_of_coded_files(file: File, tmp_path: Path) -> None:
+    """Guards against rows of codes that reach a GPU in another order, or not decoded: they are those of the twin whose
+    values the format's own package decoded. What multiplies them is the same for every format."""
+
+    def weights(directory: Path) -> dict[str, torch.Tensor]:
+        options = {"kernels": "triton", "dtype": "float32", "max_model_len": 32, "max_num_seqs": 1}
+        built = build_engine(EngineConfig.from_options(model=str(directory), **options))
+        layers = [(name, layer) for name, layer in named_modules(built.model) if isinstance(layer, WeightLayer)]
+        return {f"{name}.{key}": value for name, layer in layers for key, value in layer.state().items()}
+
+    found, expected = map(weights, file.make(tmp_path))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.dtype == torch.float32
+        assert torch.allclose(found[name], value, rtol=2e-6, atol=1e-9), name
 
 
 def test_a_draft_model(llama: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
