@@ -105,7 +105,8 @@ def test_options(name: str, files: dict[str, str]) -> None:
             given[option] = [files.get(item, item) for item in value]
     defaults = {"model": files["MODEL"], "kernels": "triton", "max_model_len": 128, "max_num_seqs": 2}
     try:
-        output = LLM(**defaults | given).generate([PROMPT], ONE)[0]
+        with LLM(**defaults | given) as llm:
+            output = llm.generate([PROMPT], ONE)[0]
     except InvalidRequestError as error:
         reason = str(error).partition("cannot be used: ")[2] or str(error).partition("it must be ")[2] or str(error)
         check_row(name, f"no: {reason}")
