@@ -52,6 +52,5 @@ def load_ops(
             raise InvalidRequestError(f"kernels: {name!r} cannot be used: {why}", param="kernels")
         from penstock.kernels.triton.ops import TritonOps
 
-        ops = TritonOps(dtype, device, leaves=leaves_of(num_ranks))
-        return cast(Ops, ops)  # without LoRA, which the engine refuses there
+        return cast(Ops, TritonOps(dtype, device, leaves=leaves_of(num_ranks)))  # without LoRA, which engines refuse
     raise InvalidRequestError(f"kernels: there are no kernels {name!r}", param="kernels")
