@@ -525,12 +525,10 @@ class NumericsConfig:
         scheme = self.scheme
         if scheme is not None and scheme.group_size != self.quantization_group_size:
             choices["quantization_group_size"] = scheme.group_size, "the default"
-        device: str | None = "cuda"
-        if not planned_on:
-            device = gpu.choose(self.kernels, self.device, number, num_engines, why_no_gpu, num_ranks)
+        asked = self.kernels, self.device, number, num_engines
+        device = "cuda" if planned_on else gpu.choose(*asked, why_no_gpu, num_ranks)
         if device is not None:
-            where = planned_on or gpu.describe(device)
-            choices |= {"kernels": (TRITON, "for GPUs"), "device": (device, where)}
+            choices |= {"kernels": (TRITON, "for GPUs"), "device": (device, planned_on or gpu.describe(device))}
             idle: Choices = {"threads": (1, "the GPU computes"), "cpu_affinity": (NONE, "the GPU computes")}
             return _apply(self, choices | {name: idle[name] for name in idle if getattr(self, name) in (None, AUTO)})
         level = None if self.kernels == "reference" else chosen_level()
