@@ -6,7 +6,6 @@ weights/loader.dtype_for; otherwise they are torch's.
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 from penstock.errors import InvalidRequestError
 from penstock.kernels.ops import Ops
@@ -52,5 +51,5 @@ def load_ops(
             raise InvalidRequestError(f"kernels: {name!r} cannot be used: {why}", param="kernels")
         from penstock.kernels.triton.ops import TritonOps
 
-        return cast(Ops, TritonOps(dtype, device, leaves=leaves_of(num_ranks)))  # without LoRA, which engines refuse
+        return TritonOps(dtype, device, leaves=leaves_of(num_ranks))
     raise InvalidRequestError(f"kernels: there are no kernels {name!r}", param="kernels")

@@ -215,26 +215,6 @@ class Ops(Protocol):
         the element-wise product.
         """
 
-    def activate(self, x: Tensor, activation: str, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
-        """Compute activation(x) of x [M, N] float32 in dtype; gated: of its first half, times the second: [M, N / 2].
-
-        After `linear`, the bits are those of activated_linear and of gated_linear.
-        """
-
-    def lora_shrink(self, x: Tensor, table: LoraTable, slots: Tensor, *, out: Tensor) -> Tensor:
-        """Multiply each row of x [M, K] dtype by the A of its adapter: out[m, p, j] = x[m] . a[slots[m], p, j].
-
-        out [M, P, R] float32; slots [M] int32. Only the ranks that count are written, and nothing for the slot -1. The
-        leaves are summed as those of products are.
-        """
-
-    def lora_expand(self, hidden: Tensor, table: LoraTable, slots: Tensor, y: Tensor) -> Tensor:
-        """Change y [M, N] float32 **in place**, and return it: y[m] * factors[s] + offsets[s] + hidden[m, p] @ B[s].
-
-        s = slots[m], and p is the piece of the column; without `scaled`, factors are 1 and offsets 0. hidden: as
-        lora_shrink returns it. A row with the slot -1, or whose slot has rank 0 and is not scaled, keeps its bits.
-        """
-
     def embedding(self, ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         """Look up scale * weight[ids], [T, hidden] float32, for ids [T] int64 in weight [V, hidden] dtype."""
 
@@ -443,6 +423,30 @@ class Ops(Protocol):
 
         Returns:
             A function that waits for the copies and returns them. They may share the tensors' memory.
+        """
+
+
+class AdaptingOps(Ops, Protocol):
+    """A backend that can add LoRA adapters to its products."""
+
+    def activate(self, x: Tensor, activation: str, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        """Compute activation(x) of x [M, N] float32 in dtype; gated: of its first half, times the second: [M, N / 2].
+
+        After `linear`, the bits are those of activated_linear and of gated_linear.
+        """
+
+    def lora_shrink(self, x: Tensor, table: LoraTable, slots: Tensor, *, out: Tensor) -> Tensor:
+        """Multiply each row of x [M, K] dtype by the A of its adapter: out[m, p, j] = x[m] . a[slots[m], p, j].
+
+        out [M, P, R] float32; slots [M] int32. Only the ranks that count are written, and nothing for the slot -1. The
+        leaves are summed as those of products are.
+        """
+
+    def lora_expand(self, hidden: Tensor, table: LoraTable, slots: Tensor, y: Tensor) -> Tensor:
+        """Change y [M, N] float32 **in place**, and return it: y[m] * factors[s] + offsets[s] + hidden[m, p] @ B[s].
+
+        s = slots[m], and p is the piece of the column; without `scaled`, factors are 1 and offsets 0. hidden: as
+        lora_shrink returns it. A row with the slot -1, or whose slot has rank 0 and is not scaled, keeps its bits.
         """
 
 

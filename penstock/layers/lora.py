@@ -11,10 +11,11 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
-from penstock.kernels.ops import LoraTable, Ops
+from penstock.kernels.ops import AdaptingOps, LoraTable, Ops
 from penstock.kernels.tensors import FLOAT32, INT32, Array, Slot, Tensor, array_type, as_array, rounded
 from penstock.spec.param_table import Parameter
 
@@ -157,12 +158,12 @@ class LoraLinear:
     def shrink(self, x: Tensor, first: int = 0) -> Tensor:
         """Compute x A^T, [M, pieces, max_rank] float32, for the rows of the step from `first` on."""
         rows = self.spec.slots.rows[first : first + x.shape[0]]
-        return self.ops.lora_shrink(x, self._table, rows, out=self.spec.hidden(x.shape[0]))
+        return cast(AdaptingOps, self.ops).lora_shrink(x, self._table, rows, out=self.spec.hidden(x.shape[0]))
 
     def expand(self, hidden: Tensor, y: Tensor, first: int = 0) -> Tensor:
         """Change the result y [M, N] float32 of the product in place, and return it."""
         rows = self.spec.slots.rows[first : first + y.shape[0]]
-        return self.ops.lora_expand(hidden, self._table, rows, y)
+        return cast(AdaptingOps, self.ops).lora_expand(hidden, self._table, rows, y)
 
     def add(self, x: Tensor, y: Tensor, first: int = 0) -> Tensor:
         return self.expand(self.shrink(x, first), y, first)

@@ -11,13 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.coding import CodedRows, PartRows
-from penstock.kernels.ops import PLAIN, Ops, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
+from penstock.kernels.ops import PLAIN, AdaptingOps, Ops, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
 from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, array_type, as_array, rounded
 from penstock.layers.lora import LoraLinear, LoraSpec
 from penstock.layers.module import Module, named_modules
@@ -224,7 +224,7 @@ class ActivatedLinear(Linear):
         if self.lora is None or self.lora.spec.sums is None:
             return self.multiply(x, out)
         sums = self.lora.add(x, self.multiply(x, self.lora.spec.sums(x.shape[0])))
-        return self.ops.activate(sums, self.activation, gated=self.is_gated, out=out)
+        return cast(AdaptingOps, self.ops).activate(sums, self.activation, gated=self.is_gated, out=out)
 
     def _compute(self, x: Tensor, weight: PackedLinear, out: Tensor) -> Tensor:
         if self.lora is not None:
