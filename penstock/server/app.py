@@ -8,6 +8,7 @@ only, because a block is computed from a user's prompt. Knows nothing about sock
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -170,7 +171,8 @@ def create_app(models: ModelPool | EngineClient, options: ServerOptions | None =
     kept = KeptCalls(options.journal, max_bytes=options.max_kept_bytes)
     shared: dict[str, Any] = {"models": models, "options": options, "metrics": metrics, "keys": keys, "kept": kept}
     shared |= {"timelines": timelines, "sources": SOURCES, "created": int(time.time())}
-    shared |= {"tokenizing": Turns(options.max_parallel_tokenizations), "reporting": Turns(1)}
+    shared |= {"tokenizing": Turns(options.max_parallel_tokenizations), "reporting": Turns(1), "beginning": Turns(1)}
+    shared["arriving"] = Counter()
     contexts: list[ServerContext] = []
     contexts += [ServerContext(model=model, all=contexts, **shared) for model in models]
     app.state.context = contexts[0]

@@ -69,11 +69,12 @@ class ServerContext:
     sources: Mapping[str, SourceOf]
     tokenizing: Turns
     reporting: Turns
+    beginning: Turns
+    arriving: Counter[str | None]
     created: int
     all: "list[ServerContext]"
     mark_tokens: dict[str, int | None] = field(default_factory=dict)
     takes_several_calls: bool | None = None
-    arriving: Counter[str | None] = field(default_factory=Counter)
 
     @property
     def client(self) -> EngineClient:
@@ -125,6 +126,11 @@ class ServerContext:
     def check_started(self) -> None:
         """Raise what `info` raises if the server has one model, or is draining."""
         self.check_open() if self.model.name is not None else self.info()
+
+    async def begin(self, log: RequestLog) -> None:
+        """Wait until a request of a key, or a further prompt of it, may begin: one per turn of the event loop."""
+        async with self.beginning.turn(log.flow):
+            await asyncio.sleep(0)
 
     def arrive(self, log: RequestLog) -> None:
         """Count a request whose body has arrived. Raise EngineOverloadedError or EngineDeadError if it is refused."""

@@ -159,6 +159,8 @@ class Generation:
             priority=self.log.priority,
             adapter=self.log.adapter,
         )
+        if index and self.log.flow is not None:
+            await self.context.begin(self.log)
         self.context.arrived(self.log)
         while True:
             outputs = self.context.client.generate(replace(request, timeout=self._time_left_s()))
@@ -220,23 +222,34 @@ async def merged(
     At most `at_once` streams run at the same time; None means all of them.
     """
     pending: dict[asyncio.Task[RequestOutput | None], int] = {}
+    ready: asyncio.Queue[asyncio.Task[RequestOutput | None]] = asyncio.Queue()  # `asyncio.wait` would look at all tasks
     waiting = iter(enumerate(streams))
+
+    def begin(index: int, stream: AsyncIterator[RequestOutput]) -> None:
+        task = _next_of(stream)
+        pending[task] = index
+        task.add_done_callback(ready.put_nowait)
+
     try:
-        for index, stream in islice(waiting, at_once):
-            pending[_next_of(stream)] = index
+        for following in islice(waiting, at_once):
+            begin(*following)
             await asyncio.sleep(0)  # start one prompt at a time, so that other requests can run in between
         while pending:
-            done, _ = await asyncio.wait(pending, timeout=idle_s(), return_when=asyncio.FIRST_COMPLETED)
-            if not done:
+            try:
+                async with asyncio.timeout(idle_s()):
+                    done = [await ready.get()]
+            except TimeoutError:
                 yield None
+                continue
+            done += [ready.get_nowait() for _ in range(ready.qsize())]
             for task in sorted(done, key=pending.__getitem__):
                 index = pending.pop(task)
                 output = task.result()
                 if output is not None:
                     yield index, output
-                    pending[_next_of(streams[index])] = index
-                elif (following := next(waiting, None)) is not None:
-                    pending[_next_of(following[1])] = following[0]
+                    begin(index, streams[index])
+                elif (more := next(waiting, None)) is not None:
+                    begin(*more)
                     await asyncio.sleep(0)  # as above, because many may end with the same step
     finally:
         for task in pending:

@@ -18,7 +18,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.client.turns import Turns
 from penstock.errors import EngineOverloadedError, PenstockError
 from penstock.server.accounts import KeyLimitError, Stock
 from penstock.server.api_errors import (
@@ -298,7 +297,6 @@ class KeyMiddleware:
         self._app = app
         self._keys = keys
         self._metrics = metrics
-        self._beginning = Turns(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in OPEN_PATHS:
@@ -310,8 +308,8 @@ class KeyMiddleware:
         scope["state"]["account"], log.key = account, account.name
         FLOW.set(log.flow)
         if account.name:
-            async with self._beginning.turn(log.flow):  # one per turn of the event loop, in which others go on
-                await asyncio.sleep(0)
+            context: ServerContext = scope["app"].state.context
+            await context.begin(log)
         if scope["method"] != "POST" or scope["path"].endswith("/cancel"):  # which must work when a limit is reached
             return await self._app(scope, receive, send)
         try:

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import math
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from http import client as http_client
 from typing import Any, ClassVar
 
 import httpx
@@ -26,18 +25,21 @@ from penstock_lab.prove.attacks.attack import COMPLETION, FLAGS, KEY
 from penstock_lab.prove.levels import Level, level_of, memory_bytes, quick_client
 from penstock_lab.prove.proof import Trials
 from penstock_lab.prove.scripted import ScriptedServer
-from penstock_lab.prove.servers import Server, serve, wait_until
+from penstock_lab.prove.servers import CLIENT_TIMEOUT_S, Server, serve, wait_until
 
 MAX_SLOPE, MAX_MIXED_SLOPE = 1 << 20, 10 << 20  # bytes per SLOPE_REQUESTS; the latter with answers that are stored
 SLOPE_REQUESTS = 100_000
 COMPLETION_SHARE = 0.6  # of the requests to servers; of the others, half are responses, and half come back to a stream
-DELETED_SHARE = 0.95  # of the stored responses
-OVER_HTTP = 1 / 11  # share of the requests
-IN_PROCESS_TIME = 0.6  # share of the time that the requests in this process may take
+DELETED_SHARE = 0.99  # of the stored responses
+MAX_GROWTH = 64 << 20  # bytes of a server's memory after its start
+OVER_HTTP = 0.5  # share of the requests
+IN_PROCESS_TIME = 0.3  # share of the time that the requests in this process may take
 LEAVE_SHARE = 0.1  # share of the clients that leave
-KILL_SHARE = 0.01  # share of the requests that begin with a death of the engine
-KILL_EVERY_S = 20.0  # minimum time between two deaths, because a server gives up after five within a minute
-DEMO_SERVERS = 4  # they mostly wait until their engine may be killed again
+KILL_EVERY_S = 20.0  # between two deaths of an engine, because a server gives up after five within a minute
+CLIENTS = 8
+READ_EVERY_S = 1.0  # between two readings of the server's memory
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "Connection": "close"}
+COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
 SERVER_WARM_UP = 4000  # requests in which a server's memory grows to its level; measured
 AT_ONCE = 16
 PER_ROUND = 1000
@@ -65,28 +67,26 @@ class LongRun:
     name: ClassVar[str] = "long-run"
     promise: ClassVar[str] = "However many requests come and go, nothing of them is left behind"
     unit: ClassVar[str] = "requests"
-    goal: ClassVar[int] = 220_000
+    goal: ClassVar[int] = 400_000
     weight: ClassVar[float] = 3.0
 
     def run(self, trials: Trials) -> None:
         asyncio.run(_without_sockets(trials, until=time.monotonic() + trials.seconds_left * IN_PROCESS_TIME))
-        with contextlib.ExitStack() as stack:
-            number = DEMO_SERVERS if trials.subject.model == "demo" else 1
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            journals = [f"--journal={folder}/{index}" for index in range(number)]
-            started = [stack.enter_context(serve(trials.subject, *FLAGS, journal)) for journal in journals]
-            lock = threading.Lock()
-            days = [_OverHttp(trials, server, random.Random(trials.random.random()), lock) for server in started]
-            with ThreadPoolExecutor(number) as threads:
-                for done in [threads.submit(day.run) for day in days]:
-                    done.result()
-        trials.figure("over_http", sum(day.num_tried for day in days))
-        trials.figure("clients_that_left", sum(day.num_left for day in days))
-        trials.figure("kills", sum(day.num_kills for day in days))
-        warm = [[point for point in day.points if point[0] >= SERVER_WARM_UP] for day in days]
-        steepest = max(warm, key=lambda points: slope(points) or -math.inf)
-        judge_slope(trials, "server_memory", steepest, MAX_MIXED_SLOPE)
-        trials.figure("server_memory_most_mib", max(size for day in days for _, size in day.points) / 2**20)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            serve(trials.subject, *FLAGS, f"--journal={folder}/journal") as server,
+        ):
+            day = _OverHttp(trials, server)
+            day.run()
+        trials.figure("over_http", day.num_tried)
+        trials.figure("clients_that_left", day.num_left)
+        trials.figure("kills", day.num_kills)
+        warm = [point for point in day.points if point[0] >= SERVER_WARM_UP]
+        judge_slope(trials, "server_memory", warm, MAX_MIXED_SLOPE)
+        trials.figure("server_memory_first_mib", day.points[0][1] / 2**20)
+        trials.figure("server_memory_most_mib", (most := max(size for _, size in day.points)) / 2**20)
+        if most > day.points[0][1] + MAX_GROWTH:
+            trials.wrong(f"the server's memory grew to {most / 2**20:.0f} MiB")
 
 
 async def _without_sockets(trials: Trials, *, until: float) -> None:
@@ -117,124 +117,115 @@ async def _without_sockets(trials: Trials, *, until: float) -> None:
 
 
 class _OverHttp:
-    """Requests of several clients on a real server.
+    """Requests of several clients on a real server, whose engine is killed every KILL_EVERY_S.
 
-    Args:
-        source: makes the random choices.
-        lock: held while a result is reported to the trials, which several servers share.
+    Attributes:
+        points: the number of requests and the server's memory in bytes, once a second.
     """
 
-    def __init__(self, trials: Trials, server: Server, source: random.Random, lock: threading.Lock) -> None:
-        self.num_kills = self.num_left = self.num_tried = 0
+    def __init__(self, trials: Trials, server: Server) -> None:
+        self.num_tried = self.num_left = self.num_kills = 0
         self.points: list[tuple[int, int]] = []
         self._trials = trials
         self._server = server
-        self._random = source
-        self._lock = lock
-        self._http = quick_client(server.url, KEY)
-        self._killing = threading.Lock()  # held by the client that waits until the engine may be killed
+        self._random = trials.random
+        self._lock = threading.Lock()
         self._killed_at = time.monotonic()
 
     def run(self) -> None:
-        before = level_of(self._http, self._server.process.pid)
-        while self.num_tried == 0 or self._trials.go_on():
-            self._round(PER_ROUND // 10)
-            self.points.append((self.num_tried, memory_bytes(self._server.process.pid)))
-        self._check_settled(before)
-
-    def _round(self, number: int) -> None:
-        bodies = [body(self._random) for _ in range(number)]
-        leave = [self._random.random() < LEAVE_SHARE for _ in bodies]
-        kill = [self._random.random() < KILL_SHARE for _ in bodies]
-        pending = list(zip(bodies, leave, kill, strict=True))
-        threads = [threading.Thread(target=self._work, args=(pending,)) for _ in range(4)]
+        http = quick_client(self._server.url, KEY)
+        before = level_of(http, self._server.process.pid)
+        threads = [threading.Thread(target=self._work) for _ in range(CLIENTS)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-        self.num_tried += number
-        with self._lock:
-            self._trials.tried(number)
+        while any(thread.is_alive() for thread in threads):
+            self.points.append((self.num_tried, memory_bytes(self._server.process.pid)))
+            time.sleep(READ_EVERY_S)
+        self._check_settled(http, before)
 
-    def _work(self, pending: list[tuple[dict[str, Any], bool, bool]]) -> None:
-        while True:
-            with self._killing:
-                if not pending:
-                    return
-                content, leaves, kills = pending.pop()
-                if kills:
-                    self._kill()
+    def _work(self) -> None:
+        while self._trials.go_on():
+            self._kill_if_due()
+            content, problem = body(self._random), None
             try:
-                self._send(content, leaves=leaves)
-            except (httpx.HTTPError, EngineError) as error:
-                with self._lock:
-                    self._trials.wrong(f"{content}: {type(error).__name__}: {error}")
+                self._send(content)
+            except (OSError, http_client.HTTPException, EngineError) as error:
+                problem = f"{content}: {type(error).__name__}: {error}"
+            with self._lock:
+                self.num_tried += 1
+                self._trials.tried()
+                if problem is not None:
+                    self._trials.wrong(problem)
 
-    def _send(self, content: dict[str, Any], *, leaves: bool) -> None:
+    def _send(self, content: dict[str, Any]) -> None:
         kind = self._random.random()
-        if kind < COMPLETION_SHARE or leaves:
-            self._complete(content, leaves=leaves)
+        if kind < LEAVE_SHARE:
+            more = {"resumable": True} if self._random.random() < 0.5 else {}
+            with self._ask("POST", COMPLETIONS, {**content, "stream": True, **more}) as answer:
+                answer.read1(1)
+            with self._lock:
+                self.num_left += 1
+        elif kind < COMPLETION_SHARE:
+            self._read("POST", COMPLETIONS, {**content, "stream": False})
         elif kind < (COMPLETION_SHARE + 1) / 2:
             self._respond(in_background=self._random.random() < 0.5)
         else:
             self._come_back(content)
 
-    def _complete(self, content: dict[str, Any], *, leaves: bool) -> None:
-        path, stored = "/v1/completions", {"resumable": True} if self._random.random() < 0.5 else {}
-        with self._http.stream(
-            "POST", path, json={**content, "stream": leaves, **(stored if leaves else {})}
-        ) as answer:
-            if leaves:
-                next(answer.iter_bytes(), None)
-                with self._lock:
-                    self.num_left += 1
-                return
-            body = answer.read()
-        if answer.status_code != 200:
-            raise EngineError(f"{answer.status_code}: {body[:300]!r}")
+    def _ask(
+        self, method: str, path: str, content: dict[str, Any] | None = None, **headers: str
+    ) -> http_client.HTTPResponse:
+        """Begin a request on a connection of its own. Raise EngineError unless its status is 200."""
+        connection = http_client.HTTPConnection(self._server.url.rpartition("/")[2], timeout=CLIENT_TIMEOUT_S)
+        text = None if content is None else json.dumps(content)
+        connection.request(method, path, text, {**HEADERS, **headers})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise EngineError(f"{method} {path}: {answer.status}: {answer.read()[:300]!r}")
+        return answer
+
+    def _read(self, method: str, path: str, content: dict[str, Any] | None = None, **headers: str) -> bytes:
+        with self._ask(method, path, content, **headers) as answer:
+            return answer.read()
 
     def _respond(self, *, in_background: bool) -> None:
         """Store a response, fetch it, and delete most of them: those of a whole day would fill the store."""
         body = {"input": "Hi", "max_output_tokens": self._random.randrange(1, 12), "metadata": {"a": "b" * 200}}
-        answer = self._http.post("/v1/responses", json={**body, "background": in_background})
-        path = f"/v1/responses/{answer.raise_for_status().json()['id']}"
-        self._http.get(path).raise_for_status()
+        answer = json.loads(self._read("POST", RESPONSES, {**body, "background": in_background}))
+        path = f"{RESPONSES}/{answer['id']}"
+        self._read("GET", path)
         if self._random.random() < DELETED_SHARE:
-            self._http.delete(path).raise_for_status()
+            self._read("DELETE", path)
 
     def _come_back(self, content: dict[str, Any]) -> None:
         """Leave a stream after an event, and continue it."""
-        body, last = {**content, "stream": True, "resumable": True}, ""
-        with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("id: "):
-                    last = line[4:]
-                    break
-        self._http.post("/v1/completions", json=body, headers={"Last-Event-ID": last}).raise_for_status()
+        content, last = {**content, "stream": True, "resumable": True}, ""
+        with self._ask("POST", COMPLETIONS, content) as answer:
+            while not last.startswith("id: "):
+                last = answer.readline().decode().rstrip()
+        self._read("POST", COMPLETIONS, content, **{"Last-Event-ID": last.removeprefix("id: ")})
 
-    def _kill(self) -> None:
-        """Kill the engine, if it is there, once it may be killed again; do nothing if the time is up before."""
-        wait = self._killed_at + KILL_EVERY_S - time.monotonic()
-        if wait > self._trials.seconds_left:
-            return
-        time.sleep(max(0.0, wait))
-        pid = self._http.get("/status").json()["engine"]["pid"]
-        if pid is not None:
+    def _kill_if_due(self) -> None:
+        """Kill the engine, if it is there and may be killed again: five deaths within a minute end a server."""
+        with self._lock:
+            if time.monotonic() < self._killed_at + KILL_EVERY_S:
+                return
             self._killed_at = time.monotonic()
+        pid = json.loads(self._read("GET", "/status"))["engine"]["pid"]
+        if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 self.num_kills += 1
 
-    def _check_settled(self, before: Level) -> None:
+    def _check_settled(self, http: httpx.Client, before: Level) -> None:
         def settled() -> bool:
-            return level_of(self._http, self._server.process.pid).problem(before, same_engine=False) is None
+            return level_of(http, self._server.process.pid).problem(before, same_engine=False) is None
 
         try:
             wait_until(settled, SETTLE_S, "everything to be given back")
         except EngineError as error:
-            after = level_of(self._http, self._server.process.pid)
-            with self._lock:
-                self._trials.wrong(f"{error}: {after.problem(before, same_engine=False)}")
+            after = level_of(http, self._server.process.pid)
+            self._trials.wrong(f"{error}: {after.problem(before, same_engine=False)}")
 
 
 def slope(points: Sequence[tuple[int, int]]) -> float | None:

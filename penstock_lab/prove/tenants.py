@@ -245,9 +245,16 @@ class Tenants:
             honest.watch(WARM_UP_S)
             ratios: dict[str, float] = {}
             most_memory = memory_bytes(server.process.pid)
+            trials.figure("load_average", os.getloadavg()[0])
+            ratio, problem = self._beside(server, honest, None)
+            trials.figure("ratio_beside_nobody", ratio)
+            if problem:
+                return trials.skip(f"the machine is too busy: beside nobody, {problem}")
             for way in trials.random.sample(tuple(WAYS), len(WAYS)):
                 if trials.go_on():
-                    ratios[way] = self._beside(trials, server, honest, way)
+                    ratios[way], problem = self._beside(server, honest, way)
+                    if problem:
+                        trials.wrong(f"{way}: {problem}")
                     most_memory = max(most_memory, memory_bytes(server.process.pid))
                     trials.tried()
             if trials.go_on():
@@ -258,21 +265,23 @@ class Tenants:
         trials.figure("server_memory_most_mib", most_memory / 2**20)
         trials.detail("ratios", {way: round(ratio, 2) for way, ratio in ratios.items()})
 
-    def _beside(self, trials: Trials, server: Server, honest: Honest, way: str) -> float:
-        """Watch the nine beside an attack. Return how much longer they waited than alone, at best of some attempts."""
+    def _beside(self, server: Server, honest: Honest, way: str | None) -> tuple[float, str]:
+        """Watch the nine beside an attack, or beside nobody, some times if need be.
+
+        Return how much longer they waited than alone at best, and what was wrong each time or "".
+        """
         problem, best = "", float("inf")
         for _ in range(ATTEMPTS):
             with _half_of_the_cores(server):
                 alone = honest.watch(PHASE_S)
-            with attacking(server.url, way):
+            with contextlib.nullcontext() if way is None else attacking(server.url, way):
                 time.sleep(WARM_UP_S)
                 beside = honest.watch(PHASE_S)
             ratio, problem = _compare(alone, beside)
             best = min(best, ratio)
             if not problem:
-                return best
-        trials.wrong(f"{way}: {problem}")
-        return best
+                break
+        return best, problem
 
 
 def _compare(alone: Times, beside: Times) -> tuple[float, str]:

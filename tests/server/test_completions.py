@@ -1,11 +1,14 @@
 """POST /v1/completions, field by field."""
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from penstock.errors import EngineDeadError, RequestFailedError
+from penstock.server.generation import merged
 from tests.server.fakes import BOS, Behaviour, FakeEngineClient
 from tests.server.harness import app_client, running, send
 
@@ -114,6 +117,30 @@ def test_prompt_that_fills_the_context() -> None:
     error = client.post(PATH, json={"prompt": [1] * 512}).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert client.post(PATH, json={"prompt": [1] * 511}).json()["usage"]["completion_tokens"] == 1
+
+
+def test_the_work_for_an_output_does_not_grow_with_the_prompts() -> None:
+    """Guards against a call of many prompts that looks at all of them whenever one has an output: on the event loop."""
+
+    class Counted(asyncio.Task[Any]):
+        num_callbacks = 0
+
+        def add_done_callback(self, *args: Any, **options: Any) -> None:
+            Counted.num_callbacks += 1
+            super().add_done_callback(*args, **options)
+
+    async def stream(index: int) -> AsyncGenerator[Any, None]:
+        for number in range(10):
+            for _ in range(1 + (index + number) % 50):  # so that they come one by one
+                await asyncio.sleep(0)
+            yield "output"
+
+    async def scenario() -> int:
+        asyncio.get_running_loop().set_task_factory(lambda loop, work, **more: Counted(work, loop=loop, **more))
+        return len([item async for item in merged([*map(stream, range(50))], lambda: 9.0)])
+
+    assert asyncio.run(scenario()) == 500
+    assert Counted.num_callbacks < 2000
 
 
 def test_too_many_choices() -> None:

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.errors import InvalidRequestError
 from penstock.interface.sampling_params import SamplingParams
 from penstock.server.accounts import Account, Bucket, KeyLimitError, KeyRules, Stock
+from penstock.server.context import ServerContext
 from penstock.server.keys import KeyRing, read_key_file
 from penstock.server.metrics import Metrics
 from penstock.server.middleware import KeyMiddleware
@@ -63,9 +64,10 @@ def test_keys_begin_in_turn(file: Path) -> None:
 
     async def scenario() -> None:
         layer = KeyMiddleware(app, keys=KeyRing(None, str(file)), metrics=Metrics(FakeEngineClient()))
+        state = app_client().app
         scopes = [
             {"path": "/v1/models", "method": "GET", "headers": [(b"authorization", b"Bearer " + key.encode())],
-             "state": {"log": RequestLog("")}} for key in [*[ALICE] * 20, BOB, BOB]
+             "state": {"log": RequestLog("")}, "app": state} for key in [*[ALICE] * 20, BOB, BOB]
         ]  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             for scope in scopes:
@@ -80,6 +82,19 @@ def test_keys_begin_in_turn(file: Path) -> None:
     asyncio.run(scenario())
     assert len(begun) == 22
     assert begun[:6].count("bob") == 2
+
+
+def test_further_prompts_of_a_call_begin_in_turn(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a call of many prompts, all of which begin before another key's request."""
+    begin, begun = ServerContext.begin, []
+
+    async def counted(context: ServerContext, log: RequestLog) -> None:
+        begun.append(log.key)
+        await begin(context, log)
+
+    monkeypatch.setattr(ServerContext, "begin", counted)
+    assert client.post("/v1/completions", json={**BODY, "prompt": ["a"] * 5}, headers=bearer(BOB)).status_code == 200
+    assert begun == ["bob"] * 5
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The proof that keys are apart: its hostile key's requests are served, its comparison is right, and a quota holds."""
 
+import contextlib
+
 import pytest
 
 from penstock_lab.prove import tenants
@@ -16,7 +18,8 @@ WITHOUT_ANSWERS = {
 
 
 def test_the_hostile_key_is_served_and_a_quota_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against attacks that a wrong field or key ends at the door, and against a quota that is passed."""
+    """Guards against attacks that a wrong field or key ends at the door, against a quota that is passed, and against a
+    busy machine that is taken for an attack."""
     monkeypatch.setattr(tenants, "PHASE_S", 1.5)
     statuses: dict[str, int | None] = {}
 
@@ -33,7 +36,13 @@ def test_the_hostile_key_is_served_and_a_quota_holds(monkeypatch: pytest.MonkeyP
         attacker = Watched(server.url)
         for way in WAYS.keys() - WITHOUT_ANSWERS:
             WAYS[way](attacker)
-        tenants._check_quota(Trials(subject, outcome, goal=1, seconds=1, seed=0), server)
+        trials = Trials(subject, outcome, goal=1, seconds=1, seed=0)
+        tenants._check_quota(trials, server)
+        monkeypatch.setattr(tenants, "serve", lambda *_: contextlib.nullcontext(server))
+        for name, value in {"ATTEMPTS": 1, "FACTOR": 0.0, "FLOOR_S": 0.0, "PHASE_S": 0.3}.items():
+            monkeypatch.setattr(tenants, name, value)
+        proof.run(trials)
+    assert "too busy" in (outcome.skipped or "")
     assert {way for way, status in statuses.items() if status != 200} == REFUSED_IN_PART
     assert outcome.wrong == []
     assert outcome.figures["quota_used_of_allowed"] > 0.3
