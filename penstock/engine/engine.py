@@ -151,7 +151,7 @@ class Engine:
 
     def remove_adapter(self, name: str) -> bool:
         """Refuse new requests with an adapter; open ones go on with it. Return False if the name is unknown."""
-        return self._with_adapters().remove(name)
+        return self.adapters is not None and self.adapters.remove(name)
 
     def _with_adapters(self) -> Adapters:
         if self.adapters is None:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import os
 import random
 import signal
@@ -130,11 +131,12 @@ class _OverHttp:
         self._server = server
         self._random = trials.random
         self._lock = threading.Lock()
-        self._killed_at = time.monotonic()
+        self._killed_at = -math.inf
 
     def run(self) -> None:
         http = quick_client(self._server.url, KEY)
         before = level_of(http, self._server.process.pid)
+        self.points.append((0, memory_bytes(self._server.process.pid)))
         threads = [threading.Thread(target=self._work) for _ in range(CLIENTS)]
         for thread in threads:
             thread.start()

@@ -63,7 +63,7 @@ def test_keys_begin_in_turn(file: Path) -> None:
         begun.append(scope["state"]["log"].key)
 
     async def scenario() -> None:
-        layer = KeyMiddleware(app, keys=KeyRing(None, str(file)), metrics=Metrics(FakeEngineClient()))
+        layer = KeyMiddleware(app, keys=KeyRing(None, str(file)), metrics=Metrics([]))
         state = app_client().app
         scopes = [
             {"path": "/v1/models", "method": "GET", "headers": [(b"authorization", b"Bearer " + key.encode())],
