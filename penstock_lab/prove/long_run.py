@@ -147,9 +147,9 @@ class _OverHttp:
 
     def _work(self) -> None:
         while self._trials.go_on():
-            self._kill_if_due()
             content, problem = body(self._random), None
             try:
+                self._kill_if_due()
                 self._send(content)
             except (OSError, http_client.HTTPException, EngineError) as error:
                 problem = f"{content}: {type(error).__name__}: {error}"
