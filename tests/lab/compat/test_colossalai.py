@@ -169,7 +169,7 @@ def test_a_generation_config_of_transformers(model: PreTrainedModel, tokenizer: 
     drawn = answer(do_sample=True, temperature=5.0, max_new_tokens=8, eos_token_id=[0])
     assert drawn != free[:8]
     assert answer(do_sample=True, top_k=1, max_new_tokens=8, eos_token_id=[0]) == free[:8]
-    for fields in ({"num_beams": 2}, {"guidance_scale": 2.0}):
+    for fields in ({"num_beam_groups": 2}, {"guidance_scale": 2.0}):
         with pytest.raises(InvalidRequestError, match=f"generation_config: {next(iter(fields))}.*: not supported"):
             answer(**fields)
     with pytest.raises(InvalidRequestError, match="at most max_output_len = 16"):
