@@ -306,4 +306,4 @@ def test_configs(tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=word):
             load_model_config(directory)
     scaled = transformers.GraniteConfig(**TINY, logits_scaling=8.0, architectures=["GraniteForSequenceClassification"])
-    assert parse_model_config(scaled.to_dict()).logit_scale == 1.0  # which is the LM head's alone
+    assert parse_model_config(json.loads(scaled.to_json_string())).logit_scale == 1.0  # which is the LM head's alone
