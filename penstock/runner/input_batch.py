@@ -258,6 +258,7 @@ class PackedStep:
             seq_lens=_extended(self.seq_lens, more, 1),
             block_tables=tuple(_extended(ids, more, NO_BLOCK) for ids in self.block_tables),
             slot_mappings=tuple(_extended(slots, more, NO_SLOT) for slots in self.slot_mappings),
+            token_types=None if self.token_types is None else _extended(self.token_types, more, 0),
         )
 
 

@@ -139,8 +139,8 @@ class ModelRunner:
 
     def may_record(self, config: EngineConfig, model_config: ModelConfig) -> bool:
         """Tell whether passes are recorded as programs: the backend can, and all passes over the same number of tokens
-        make the same calls on the same memory. An encoder has no steps that repeat."""
-        return isinstance(self.ops, RecordingOps) and not model_config.bidirectional
+        make the same calls on the same memory."""
+        return isinstance(self.ops, RecordingOps)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """Put a LoRA adapter into a slot, for the steps from now on."""
@@ -547,10 +547,11 @@ def allocate_kv_caches(
 
 @dataclass(slots=True, eq=False)
 class _Recorded:
-    """A program and the inputs that it reads, [tokens] int64 each."""
+    """A program and the inputs that it reads, [tokens] int64 each; token_types: as in ForwardContext."""
 
     input_ids: Tensor
     positions: Tensor
+    token_types: Tensor | None
     kv_caches: Sequence[KVCache]
     program: Program
 
@@ -615,6 +616,8 @@ class RecordedModel:
             return self._record(input_ids, ctx, head)
         recorded.input_ids[:] = input_ids
         recorded.positions[:] = ctx.positions
+        if recorded.token_types is not None:
+            recorded.token_types[:] = ctx.token_types
         return recorded.program.run(ctx.attention)
 
     def _forward(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
@@ -623,7 +626,8 @@ class RecordedModel:
 
     def _record(self, input_ids: Tensor, ctx: ForwardContext, head: bool) -> Tensor:
         """Compute the first step with this number of tokens, and keep its program."""
-        input_ids, ctx = self._copy(input_ids), replace(ctx, positions=self._copy(ctx.positions))
+        types = None if ctx.token_types is None else self._copy(ctx.token_types)
+        input_ids, ctx = self._copy(input_ids), replace(ctx, positions=self._copy(ctx.positions), token_types=types)
         result, program = self._ops.record(
             lambda attention: self._forward(input_ids, replace(ctx, attention=tuple(attention)), head),
             ctx.attention,
@@ -633,7 +637,9 @@ class RecordedModel:
             self._recordable = False
         else:
             self.num_recorded += 1
-            self._recorded[input_ids.shape[0], head] = _Recorded(input_ids, ctx.positions, ctx.kv_caches, program)
+            self._recorded[input_ids.shape[0], head] = _Recorded(
+                input_ids, ctx.positions, types, ctx.kv_caches, program
+            )
         return result
 
     def _copy(self, tensor: Tensor) -> Tensor:
