@@ -43,6 +43,7 @@ class RequestLog:
         timeline: of the call, set when its generation begins.
         error: what the client was told went wrong.
         ignored: the fields of the body that were ignored, by name.
+        ttl_s: the body's ttl, which is ignored unless its model is one of several that may sleep.
         is_arriving: whether the request is counted in ServerContext.arriving.
         lease: what the request holds of its key's account; None: it computes nothing.
     """
@@ -59,6 +60,7 @@ class RequestLog:
     timeline: "CallTimeline | None" = None
     error: ApiError | None = None
     ignored: dict[str, Ignored] = field(default_factory=dict)
+    ttl_s: float | None = None
     is_arriving: bool = False
     lease: Lease | None = None
     num_prompt_tokens: int = 0

@@ -102,7 +102,7 @@ class _Run:
             self._server = stack.enter_context(serve(self._subject, *self._flags))
             self._is_up.set()
             async with httpx.AsyncClient(timeout=MAX_WAIT_S, limits=limits, **QUICK) as http:
-                others = [asyncio.create_task(work) for work in (self._measure(http), self._kill(stack))]
+                others = [asyncio.create_task(work) for work in (self._measure(http), self._kill(http, stack))]
                 await asyncio.gather(*(self._client(http) for _ in range(CLIENTS)))
                 for task in others:
                     task.cancel()
@@ -167,16 +167,16 @@ class _Run:
                 self._most["counted"] = max(self._most["counted"], status["models_memory_bytes"])
                 self._num_loads = sum(model["loads"] for model in status["models"].values())
 
-    async def _kill(self, stack: contextlib.ExitStack) -> None:
+    async def _kill(self, http: httpx.AsyncClient, stack: contextlib.ExitStack) -> None:
         """Kill an engine now and then, and the server, which then starts again on its port."""
         random = self._trials.random
         server_at = time.monotonic() + SERVER_KILL_S * random.uniform(0.1, 1.0)
         while True:
             await asyncio.sleep(ENGINE_KILL_S * random.uniform(0.1, 1.9))
             if time.monotonic() < server_at:
-                engines = self._engines()
-                send_signal(random.choice(engines) if engines else None, signal.SIGKILL)
-                self._num_kills["engine"] += bool(engines)
+                engine = await self._ready_engine(http)
+                send_signal(engine, signal.SIGKILL)
+                self._num_kills["engine"] += engine is not None
                 continue
             self._is_up.clear()
             self._server.process.kill()
@@ -187,6 +187,18 @@ class _Run:
             self._server = await asyncio.to_thread(stack.enter_context, again)
             self._is_up.set()
             server_at = time.monotonic() + SERVER_KILL_S * random.uniform(0.5, 1.5)
+
+    async def _ready_engine(self, http: httpx.AsyncClient) -> int | None:
+        """Choose an engine that is ready: one that is killed three times while it starts is given up."""
+        url = f"{self._server.url}/status"
+        with contextlib.suppress(httpx.TransportError):
+            models = (await http.get(url)).json()["models"]
+            ready = [name for name, model in models.items() if model["state"] == "ready"]
+            if ready:
+                asked = await http.get(url, params={"model": self._trials.random.choice(ready)})
+                pid: int | None = asked.json()["engine"]["pid"]
+                return pid
+        return None
 
     def _engines(self) -> list[int]:
         return [pid for pid in children_of(self._server.process.pid) if ENGINE in _command_of(pid)]

@@ -40,7 +40,7 @@ def app_client(client: FakeEngineClient | None = None, options: ServerOptions = 
 class RunningServer:
     """A server in a thread."""
 
-    def __init__(self, client: FakeEngineClient, options: ServerOptions) -> None:
+    def __init__(self, client: FakeEngineClient | ModelPool, options: ServerOptions) -> None:
         self.client = client
         self.options = options
         self.exit_code: int | None = None
@@ -57,7 +57,8 @@ class RunningServer:
     async def _serve(self) -> None:
         with self._sock:
             self._loop = asyncio.get_running_loop()
-            self._serving = Serving(ModelPool.of(self.client), self.options, self._sock, time.monotonic())
+            models = self.client if isinstance(self.client, ModelPool) else ModelPool.of(self.client)
+            self._serving = Serving(models, self.options, self._sock, time.monotonic())
             self._ready.set()
             self.exit_code = await self._serving.run()
 
@@ -93,7 +94,7 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running(client: FakeEngineClient, options: ServerOptions = QUIET) -> Iterator[RunningServer]:
+def running(client: FakeEngineClient | ModelPool, options: ServerOptions = QUIET) -> Iterator[RunningServer]:
     server = RunningServer(client, options)
     server.start()
     try:
