@@ -21,6 +21,7 @@ from penstock.spec.param_table import Parameter
 
 NO_ADAPTER = -1  # in place of a slot
 MAX_PIECES = 4  # of a product
+PADDING_ROWS = 256  # that a class of Transformers may add to those of a step
 LANES = 16  # columns that a table keeps together (LoraTable)
 IN_A_LAYER, EXPERT = re.compile(r"\.\d+\."), re.compile(r"\.experts\.\d+\.")
 
@@ -72,11 +73,20 @@ class LoraSlots:
 
     def __init__(self, ops: Ops, count: int, max_rank: int, max_tokens: int) -> None:
         self.count, self.max_rank = count, max_rank
-        self.rows = ops.tensor(np.full(max(max_tokens, ops.fixed_rows), NO_ADAPTER, INT32))
+        rows = max(max_tokens, ops.fixed_rows) + PADDING_ROWS
+        self.rows = ops.tensor(np.full(rows, NO_ADAPTER, INT32))
+        self._views: dict[int, Tensor] = {}
 
     def choose(self, slots: Array) -> None:
         """Set the slots of a step's rows."""
         as_array(self.rows)[: len(slots)] = slots
+        self.first(len(slots))  # made here, because a pass that is recorded may not cut a tensor
+
+    def first(self, count: int) -> Tensor:
+        """View the slots of the first rows."""
+        if count not in self._views:
+            self._views[count] = self.rows[:count]
+        return self._views[count]
 
     def are_used(self, count: int) -> bool:
         """Tell whether one of the first rows has an adapter."""
@@ -155,15 +165,16 @@ class LoraLinear:
     def _stored(self, values: Array) -> Tensor:
         return self.ops.tensor(rounded(np.ascontiguousarray(values), self.ops.dtype))
 
-    def shrink(self, x: Tensor, first: int = 0) -> Tensor:
-        """Compute x A^T, [M, pieces, max_rank] float32, for the rows of the step from `first` on."""
-        rows = self.spec.slots.rows[first : first + x.shape[0]]
-        return cast(AdaptingOps, self.ops).lora_shrink(x, self._table, rows, out=self.spec.hidden(x.shape[0]))
+    def shrink(self, x: Tensor) -> Tensor:
+        """Compute x A^T, [M, pieces, max_rank] float32."""
+        rows = x.shape[0]
+        slots, out = self.spec.slots.first(rows), self.spec.hidden(rows)
+        return cast(AdaptingOps, self.ops).lora_shrink(x, self._table, slots, out=out)
 
-    def expand(self, hidden: Tensor, y: Tensor, first: int = 0) -> Tensor:
+    def expand(self, hidden: Tensor, y: Tensor) -> Tensor:
         """Change the result y [M, N] float32 of the product in place, and return it."""
-        rows = self.spec.slots.rows[first : first + y.shape[0]]
-        return cast(AdaptingOps, self.ops).lora_expand(hidden, self._table, rows, y)
+        return cast(AdaptingOps, self.ops).lora_expand(hidden, self._table, self.spec.slots.first(y.shape[0]), y)
 
-    def add(self, x: Tensor, y: Tensor, first: int = 0) -> Tensor:
-        return self.expand(self.shrink(x, first), y, first)
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Change the result y of the product of x, as `expand` does."""
+        return self.expand(self.shrink(x), y)

@@ -20,7 +20,7 @@ from penstock.kernels.cpu import library
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.cpu.packed import MAX_INTEGER_LEAF, SLICE_BYTES, Layout
 from penstock.kernels.metadata import Heads, RotaryParams, RouterParams
-from penstock.kernels.ops import Ops, Packing, TensorRows, XieluCurve
+from penstock.kernels.ops import LoraTable, Ops, Packing, TensorRows, XieluCurve
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.ops import ACTIVATIONS
 from penstock.kernels.sampling import NO_TOKEN, SamplingTensors, pack_bits
@@ -618,6 +618,16 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
     experts = made["experts"]["gate_up"], made["experts"]["down"]
     cos_sin, positions = made["rotary_qkv"]["params"].cos_sin, torch.tensor([4, 0, 2])
 
+    slots, ones = torch.tensor([0, -1, 0], dtype=torch.int32), np.ones(1, np.int32)
+    hidden = torch.zeros(rows, 1, 2)
+    lora = LoraTable(
+        draw(1, 1, 2, HIDDEN, dtype=ops.dtype),
+        draw(1, -(-HIDDEN // 16), 2, 16, dtype=ops.dtype),
+        *(draw(1, HIDDEN, seed=4), draw(1, HIDDEN, seed=6)),
+        *(2 * ones, ones),
+        *((HIDDEN,), (HIDDEN,)),
+    )
+
     def forward() -> Tensor:
         x = ops.add(ops.embedding(ids, table, scale=1.7), ops.packed_embedding(ids, tied, scale=0.3))
         y = ops.rms_norm(x, made["rms_norm"]["weight"], EPS)
@@ -632,6 +642,8 @@ def test_every_operation_of_a_forward_pass_is_recorded(pair: tuple[CpuOps, Refer
         heads = ops.norm_heads(ops.linear(y, qkv), head_norms, EPS)
         z, _, _ = ops.rotary_qkv(heads, positions, RotaryParams(HEADS, None, whole_norm, eps=EPS))
         v = ops.activated_linear(ops.layer_norm(x, norm, norm, EPS), down, "silu")
+        ops.lora_shrink(v, lora, slots, out=hidden)
+        v = ops.activate(ops.lora_expand(hidden, lora, slots, ops.linear(v, down)), "silu")
         v = ops.xielu(ops.linear(v, down), XieluCurve(0.9, 1.2, 0.5, -1e-6))
         logits = torch.empty(rows, 2 * HIDDEN)
         for start in (0, HIDDEN):
