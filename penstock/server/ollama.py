@@ -173,10 +173,11 @@ class OllamaRequest(ComputingRequest, kw_only=True, frozen=True):
         """The seconds of keep_alive; infinity for a negative one, None if it is not given."""
         if self.keep_alive is None:
             return None
-        text = str(self.keep_alive)
-        parts = re.findall(r"(\d+(?:\.\d+)?)([a-zµ]*)", text)
+        if isinstance(self.keep_alive, float):
+            return math.inf if self.keep_alive < 0 else self.keep_alive
+        parts = re.findall(r"(\d+(?:\.\d+)?)([a-zµ]*)", self.keep_alive)
         seconds = sum(float(number) * SECONDS[unit] for number, unit in parts)
-        return math.inf if text.startswith("-") else seconds
+        return math.inf if self.keep_alive.startswith("-") else seconds
 
     @property
     def given(self) -> OllamaOptions:

@@ -206,6 +206,13 @@ def test_generate(server: RunningServer, client: Any) -> None:
     assert [(entry.token, len(entry.top_logprobs)) for entry in scored.logprobs] == [("I", 1), ("t", 1)]
 
 
+@pytest.mark.parametrize("seconds", [10**40, 1e-45, 0.5, -1, "90", "1m30s", "-1m"])
+def test_keep_alive_has_any_size(seconds: float | str) -> None:
+    """Guards against a 500 for a number that is written with an exponent."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "keep_alive": seconds, "stream": False}
+    assert app_client().post("/api/chat", json={"model": "fake", **body}).status_code in (200, 404)
+
+
 def test_forms(server: RunningServer, client: Any) -> None:
     """Guards against a form that is accepted and not enforced."""
     named = {"name": "answer", "schema": SCHEMA}
