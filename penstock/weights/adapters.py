@@ -11,6 +11,7 @@ Files are untrusted: their sizes and shapes are compared with the model before a
 import hashlib
 import itertools
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -141,10 +142,10 @@ def digest_of(directory: Path) -> str:
 
 
 def _tensor_file(directory: Path) -> Path:
-    if not (directory / CONFIG).is_file():
+    if not os.path.isfile(directory / CONFIG):  # which is False for a name that is too long
         raise ModelLoadError(f"{directory}: no {CONFIG}, so it is not the directory of a LoRA adapter")
     for name in (ADAPTER, BIN):
-        if (directory / name).is_file():
+        if os.path.isfile(directory / name):
             return directory / name
     raise ModelLoadError(f"{directory}: no {ADAPTER}; a LoRA adapter needs it")
 

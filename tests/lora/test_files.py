@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequestError, ModelLoadError
 from penstock.interface.messages import EngineRequest
 from penstock.interface.sampling_params import SamplingParams
 from penstock.models.config_json import load_model_config
+from penstock.weights.adapters import digest_of
 from penstock.weights.loader import open_reader
 from penstock.weights.sources import DummySource
 from tests.families.case import all_cases
@@ -186,3 +187,10 @@ def test_an_adapter_that_is_too_large(files: tuple[Path, Tensors, dict[str, Any]
         engine_of(files[0], max_lora_rank=3, lora_modules=[f"a={path}"])
     with pytest.raises(InvalidRequestError, match="enable_lora"):
         build_engine(EngineConfig.from_options(model=str(files[0]), load_format="mock")).engine.add_adapter("a", path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "no/such"])
+def test_a_directory_that_cannot_be(name: str, tmp_path: Path) -> None:
+    """Guards against an error of the system's where a request names a directory that no file system can have."""
+    with pytest.raises(ModelLoadError, match="not the directory of a LoRA adapter"):
+        digest_of(tmp_path / name)

@@ -298,3 +298,10 @@ def test_errors(server: RunningServer, client: Any) -> None:
         assert caught.value.status_code == 429
     finally:
         server.client.overload = None
+
+
+@pytest.mark.parametrize("keep_alive", [1e-45, 1e300, -1e-45, "1h30m", "-1", 10**20])
+def test_every_keep_alive_is_a_time(keep_alive: float | str) -> None:
+    """Guards against a number that is read as a text, whose exponent is no unit."""
+    response, _, _ = posted("/api/chat", {"messages": [USER], "stream": False, "keep_alive": keep_alive})
+    assert response.status_code == 200
