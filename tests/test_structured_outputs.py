@@ -38,6 +38,8 @@ FORMS: list[dict[str, Any]] = [
     {"choice": ["alpha", "beta", "a much longer choice that has one continuation only", "été ☃"]},
     {"grammar": 'start: "<" word ("," word)* ">"\nword: /[a-z]{1,5}/'},
     {"json_object": True, "disable_any_whitespace": True},
+    {"structural_tag": {"type": "structural_tag", "triggers": ["e"], "structures": [
+        {"begin": "ea", "schema": {"type": "integer"}, "end": "!"}, {"begin": "es", "schema": {}, "end": ""}]}},
 ]  # fmt: skip
 SAMPLED = {"temperature": 1.0, "max_tokens": 40}
 PROMPT = [1, 5, 9, 13, 17, 21, 25, 29]

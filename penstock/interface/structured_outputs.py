@@ -12,9 +12,9 @@ from penstock.errors import MAX_NESTING, InvalidRequestError, fail, invalid, is_
 
 FIELD = "structured_outputs"
 WHITESPACE = r"[ \n\r\t]{1,40}"  # between JSON tokens; limited, because a model may repeat whitespace for ever
-FORMS = ("json", "regex", "choice", "grammar", "json_object")
+FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # Further fields of vLLM's, with the value that means the same as leaving them out.
-NEUTRAL = {"structural_tag": None, "disable_fallback": False, "disable_additional_properties": False}
+NEUTRAL = {"disable_fallback": False, "disable_additional_properties": False}
 MAX_FORM_CHARS = 2**19  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 2**15
 MAX_PATTERN_CHARS = 1024
@@ -22,7 +22,7 @@ MAX_PATTERN_CHARS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form of the whole answer. Exactly one of the first five attributes is given.
+    """The form of the whole answer. Exactly one of the first six attributes is given.
 
     Attributes:
         json: a JSON value that this JSON schema allows; given as a mapping or as text, and kept as text.
@@ -30,6 +30,7 @@ class StructuredOutputsParams:
         choice: one of these texts.
         grammar: a text of this context-free grammar, in Lark's notation as llguidance reads it.
         json_object: True for any JSON object.
+        structural_tag: a text in which forms begin at marks (tokenizer/structural_tags.py), as a mapping or as text.
         disable_any_whitespace: no spaces or line breaks between the tokens of JSON.
         whitespace_pattern: regular expression for what may stand between the tokens of JSON.
 
@@ -43,6 +44,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
 
@@ -54,7 +56,8 @@ class StructuredOutputsParams:
             found = f"{' and '.join(given)} are given" if given else "none is given"
             raise invalid(FIELD, f"exactly one of {', '.join(FORMS)} is needed; {found}")
         self._set("json_object", self.json_object or None)
-        self._set("json", _schema_text(self.json))
+        for name in ("json", "structural_tag"):
+            self._set(name, _json_text(name, getattr(self, name)))
         self._set("choice", _choices(self.choice))
         for name in ("json", "regex", "grammar"):
             _check_text(name, getattr(self, name), MAX_FORM_CHARS)
@@ -96,7 +99,8 @@ class StructuredOutputsParams:
     def key(self) -> tuple[Any, ...]:
         """A key: forms with equal keys allow the same texts."""
         whitespace = (self.disable_any_whitespace, self.whitespace_pattern)
-        return (self.json, self.regex, self.choice, self.grammar, self.json_object, *whitespace)
+        forms = (self.json, self.regex, self.choice, self.grammar, self.json_object, self.structural_tag)
+        return (*forms, *whitespace)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -131,24 +135,24 @@ def _choices(value: Any) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(value))
 
 
-def _schema_text(value: Any) -> str | None:
-    """Write a schema, given as a mapping or as JSON, as text. Key order is kept: answers follow it."""
+def _json_text(name: str, value: Any) -> str | None:
+    """Write a schema or a tag, given as a mapping or as JSON, as text. Key order is kept: answers follow it."""
     if value is None:
         return None
     if isinstance(value, str):
-        _check_text("json", value, MAX_FORM_CHARS)
+        _check_text(name, value, MAX_FORM_CHARS)
         try:
             value = json.loads(value, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
-            raise _fail("json", value, f"the JSON text of a schema ({one_line(error)})") from None
-    if not isinstance(value, dict | bool):
-        raise _fail("json", value, "a JSON schema: an object")
+            raise _fail(name, value, f"the JSON text of an object ({one_line(error)})") from None
+    if not isinstance(value, dict | bool if name == "json" else dict):
+        raise _fail(name, value, "an object")
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise _fail("json", value, f"made of plain JSON values ({one_line(error)})") from None
+        raise _fail(name, value, f"made of plain JSON values ({one_line(error)})") from None
     if len(text) <= MAX_FORM_CHARS and is_deeper(value):
-        message = f"{FIELD}.json: the schema is nested more than {MAX_NESTING} deep, which is the limit"
+        message = f"{FIELD}.{name}: it is nested more than {MAX_NESTING} deep, which is the limit"
         raise InvalidRequestError(message, param=FIELD)
     return text
 

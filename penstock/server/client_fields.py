@@ -118,7 +118,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "shift": Unsupported("ollama_chat ollama_generate", (False,)),
     "speed": Unsupported("messages", ("standard",)),
     "safe_prompt": Unsupported("chat", (False,)),
-    "structural_tag": Unsupported(),
+    "structural_tag": Unsupported(instead="it is a key of structured_outputs, or a type of response_format"),
     "suffix": Unsupported("ollama_generate", ("",)),
     "template": Unsupported("ollama_generate", ("",), forbidden=True),
     "text_editor": Unsupported("client_tool"),

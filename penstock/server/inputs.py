@@ -477,7 +477,7 @@ def _of_format(field: str, value: Any, schema_of: Any) -> StructuredOutputsParam
         raise fail(field, value, 'an object like {"type": "json_object"}')
     kind = value.get("type")
     if kind == "structural_tag":
-        raise NotSupportedError(f"{field}: the type structural_tag is not supported; it is not built yet", param=field)
+        return StructuredOutputsParams(structural_tag=dict(value))
     if kind not in KINDS:
         raise fail(field, kind, f"an object whose type is one of {', '.join(KINDS)}")
     if kind != "json_schema":
@@ -582,8 +582,9 @@ def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -
 def _has_another_form(body: ChatRequest) -> bool:
     """Check whether the answer must have a form other than JSON, which leaves no room for reasoning."""
     given = body.structured_outputs or {}
-    kinds = ("regex", "choice", "grammar")
-    return any(given.get(kind) is not None or getattr(body, f"guided_{kind}") is not None for kind in kinds)
+    kinds = ("regex", "choice", "grammar", "structural_tag")
+    is_tag = (body.response_format or {}).get("type") == "structural_tag"
+    return is_tag or any(given.get(kind) or getattr(body, f"guided_{kind}", None) is not None for kind in kinds)
 
 
 async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, params: SamplingParams) -> SamplingParams:

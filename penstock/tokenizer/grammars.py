@@ -12,13 +12,16 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidRequestError, invalid, one_line
-from penstock.interface.structured_outputs import FIELD, WHITESPACE, StructuredOutputsParams
+from penstock.interface.structured_outputs import FIELD, FORMS, WHITESPACE, StructuredOutputsParams
+from penstock.tokenizer.answers import literal
+from penstock.tokenizer.structural_tags import structural_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -166,7 +169,7 @@ def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatc
 
     limits = llguidance.LLParserLimits(verbose_errors=False)
     try:
-        source = grammar_of(form)
+        source = grammar_of(form, tokenizer)
         found = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
     except (ValueError, OverflowError) as error:
         raise _refused(form, str(error)) from None
@@ -187,8 +190,11 @@ def _compile(form: StructuredOutputsParams, tokenizer: "LLTokenizer") -> "LLMatc
     return found
 
 
-def grammar_of(form: StructuredOutputsParams) -> str:
-    """Write a form in llguidance's own notation. Raise ValueError if it cannot be read."""
+def grammar_of(form: StructuredOutputsParams, tokenizer: "LLTokenizer | None" = None) -> str:
+    """Write a form in llguidance's own notation. Raise ValueError if it cannot be read.
+
+    tokenizer: finds the special tokens in the marks of a structural tag.
+    """
     import llguidance
 
     matcher = llguidance.LLMatcher
@@ -207,7 +213,22 @@ def grammar_of(form: StructuredOutputsParams) -> str:
         return matcher.grammar_from_regex(form.regex)
     if form.choice is not None:
         return matcher.grammar_from_regex("|".join(map(_escaped, form.choice)))
+    if form.structural_tag is not None:
+        grammar = structural_grammar(json.loads(str(form.structural_tag)), partial(_spelled, tokenizer))
+        return llguidance.grammar_from("grammar", grammar)
     return llguidance.grammar_from("grammar", form.grammar or "")
+
+
+def _spelled(tokenizer: "LLTokenizer | None", text: str) -> str:
+    """Write a text as terms of a grammar: its special tokens as tokens, and what is between them as texts."""
+    found, plain = list[str](), b""
+    for token_id in [] if tokenizer is None else tokenizer.tokenize_str(text, parse_special=True):
+        if tokenizer is not None and tokenizer.is_special_token(token_id):
+            found += [*([literal(plain.decode())] if plain else []), f"<[{token_id}]>"]
+            plain = b""
+        elif tokenizer is not None:
+            plain += tokenizer.decode_bytes([token_id])
+    return " ".join([*found, *([literal(plain.decode())] if plain else [])]) if found else literal(text) if text else ""
 
 
 def _without_lookahead(schema: Any) -> Any:
@@ -252,7 +273,7 @@ def _escaped(text: str) -> str:
 
 
 def _refused(form: StructuredOutputsParams, reason: str) -> InvalidRequestError:
-    name = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(form, name))
+    name = next(name for name in FORMS if getattr(form, name))
     return InvalidRequestError(f"{FIELD}.{name}: {_shortened(reason)}", param=FIELD, code="invalid_structured_outputs")
 
 
