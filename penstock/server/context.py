@@ -92,7 +92,7 @@ class ServerContext:
         Until the only model's engine is ready, its name may be unknown, and EngineDeadError (503) is raised.
         """
         for context in self.all:
-            if name is None or name in context.model_names():
+            if name is None or name in context.own_names() or name in context.model_names():
                 return context
         names = ", ".join(name for context in self.all for name in context.model_names())
         message = f"The model {ascii(name)[:100]} does not exist; this server has {names}."
@@ -168,8 +168,9 @@ class ServerContext:
 
     def adapter_named(self, name: str | None) -> Adapter | None:
         """Find the adapter that a name of the model stands for; None if it stands for the model itself."""
-        found = (one for one in self.adapters() if one.name == name and name not in self.own_names())
-        return next(found, None)
+        if name is None or name in self.own_names():
+            return None
+        return next((one for one in self.adapters() if one.name == name), None)
 
     def fingerprint(self, adapter_id: str | None) -> str:
         """Name all that can change a bit of an answer: the engine's fingerprint, with the content of the adapter."""
@@ -178,7 +179,7 @@ class ServerContext:
 
     def shown_name(self, name: str | None) -> str:
         """Choose the model name for the answer to a request that names this model, or none."""
-        return name or self.model_names()[0]
+        return name or self.own_names()[0]
 
     def tokenizer(self) -> Tokenizer:
         try:

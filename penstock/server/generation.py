@@ -72,7 +72,7 @@ class Generation:
     def __post_init__(self) -> None:
         self._latest = [None] * len(self.prompts)
         self.log.count(prompt=sum(len(prompt.token_ids) for prompt in self.prompts))
-        self.timeline = CallTimeline(self.context.timelines, self.id, self.log, self.context.model_names()[0])
+        self.timeline = CallTimeline(self.context.timelines, self.id, self.log, self.context.own_names()[0])
         self.timeline.num_choices = len(self.prompts) * self.params.n
         self.timeline.begin(time.monotonic())
         if self.log.adapter is not None:
