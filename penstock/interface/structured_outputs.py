@@ -30,7 +30,7 @@ class StructuredOutputsParams:
         choice: one of these texts.
         grammar: a text of this context-free grammar, in Lark's notation as llguidance reads it.
         json_object: True for any JSON object.
-        structural_tag: a text in which forms begin at marks (tokenizer/structural_tags.py), as a mapping or as text.
+        structural_tag: a text in which forms begin at marks (tokenizer/grammars.py), as a mapping or as text.
         disable_any_whitespace: no spaces or line breaks between the tokens of JSON.
         whitespace_pattern: regular expression for what may stand between the tokens of JSON.
 
