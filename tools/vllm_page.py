@@ -50,7 +50,8 @@ options and fields; vLLM's names are those of version 0.11 and, as far as they a
 | `VLLM_CPU_KVCACHE_SPACE` | `--kv-cache-memory-bytes`, or `--memory` for the whole engine |
 | `VLLM_CPU_OMP_THREADS_BIND` | `--threads`, `--cpu-affinity` |
 | `VLLM_API_KEY` | `PENSTOCK_API_KEY` |
-| `VLLM_ALLOW_RUNTIME_LORA_UPDATING`, `POST /v1/load_lora_adapter`, `/v1/unload_lora_adapter` | `--allowed-lora-path DIR`, below which [administrators](serving.md#lora-adapters) may load adapters; the bodies and answers are the same, without `lora_int_id` |
+| `VLLM_ALLOW_RUNTIME_LORA_UPDATING` | `--allowed-lora-path DIR`, below which administrators may load adapters |
+| `POST /v1/load_lora_adapter`, `.../unload_lora_adapter` | the [same](serving.md#lora-adapters); no `lora_int_id` |
 | `base_model_name` in `--lora-modules` | leave it out: the parent is the served model |
 
 What is different on purpose: the address is 127.0.0.1 and CORS is off by default; the queue is bounded, and beyond it

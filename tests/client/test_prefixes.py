@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,19 @@ def test_prefixes_of_different_salts_are_different_and_the_table_is_bounded():
     assert len(found.most_used(10**6)) == prefixes.MAX_PREFIXES
     found.note(asked(IDS, "a"), 96)
     assert found.most_used(1)[0].hits == 1  # it was forgotten
+
+
+def test_a_prefix_belongs_to_an_adapter():
+    """Guards against a pin that counts for requests which cannot find it, and one that another adapter takes over."""
+    found = Prefixes()
+    pin = found.pin("sql", IDS, None, 16, "sql@1")
+    pin.is_computed = True
+    for adapter in (None, "sql@1", "sql@2"):
+        found.note(replace(asked(IDS), adapter=adapter), 96)
+    assert [(use.name, use.hits) for use in found.most_used(3)] == [("sql", 1), (None, 1), (None, 1)]
+    assert found.pin("sql", IDS, None, 16, "sql@1") is pin
+    with pytest.raises(InvalidRequestError, match="name of another pin"):
+        found.pin("sql", IDS, None, 16, "sql@2")
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 65, "é", "a/b", 5])

@@ -4,10 +4,17 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client.admission import MAX_LOOKED_AT, QueuedTokens, Router, block_hashes
+from penstock.engine.adapters import Adapter
+from penstock.engine.kv_cache_manager import KVCacheManager
+from penstock.engine.request import Request
+from penstock.interface.messages import AdapterInfo, EngineRequest
+from penstock.interface.sampling_params import SamplingParams
+from penstock.interface.step import CacheGroup
 
 BLOCK = 16
 NUM_ENGINES = 4
@@ -138,6 +145,18 @@ def test_what_counts_as_cached(one, other, salt, other_salt):
     assert found == expected
     router.forget(0)
     assert router.cached_tokens(0, block_hashes(other, other_salt, BLOCK), len(other)) == 0
+
+
+@pytest.mark.parametrize("salt", [None, "a"])
+@pytest.mark.parametrize("sha256", [None, "0f" * 32, "10" * 32])
+def test_the_client_hashes_as_the_engine_does(salt, sha256):
+    """Guards against blocks of an adapter that no other server finds, or that requests of another adapter find."""
+    prompt = list(range(3 * BLOCK + 1))
+    adapter = None if sha256 is None else Adapter(AdapterInfo("a", "/a", 1, (), sha256, 0), 0)
+    request = Request(EngineRequest("a", prompt, SamplingParams(max_tokens=1), cache_salt=salt), 0, 256, 0.0, adapter)
+    cache = KVCacheManager([CacheGroup((0,), None, 8, BLOCK)])
+    root = b"" if sha256 is None else bytes.fromhex(sha256)
+    assert cache._hashes(request) == block_hashes(prompt, salt, BLOCK, root=root)
 
 
 def test_memory_is_bounded_and_the_beginning_is_forgotten_last():
