@@ -91,7 +91,9 @@ def test_only_allowed_tokens_are_chosen(made: tuple[PreTrainedModel, LLM]) -> No
     assert set(drawn.outputs[0].token_ids) == set(allowed)
     at = (scored.outputs[0].logprobs or [{}])[0]
     assert plain.outputs[0].token_ids[0] == max(allowed, key=lambda token: at[token].logprob)
-    assert sum(np.exp(entry.logprob) for entry in at.values()) == pytest.approx(1.0, abs=1e-5)
+    (alone,) = asked(llm, {"temperature": 0.0, "allowed_token_ids": allowed, "logprobs": -1})  # all rows are scored
+    for found in (at, (alone.outputs[0].logprobs or [{}])[0]):
+        assert sum(np.exp(entry.logprob) for entry in found.values()) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(("fields", "kept"), [
