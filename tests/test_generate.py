@@ -25,7 +25,7 @@ from penstock.server.options import ServerOptions
 from penstock.server.serve import log_to_stderr
 
 GOLDEN = Path(__file__).parent / "golden"
-PROMPTS = ["One day", "Once upon a time there was", "Tom"]
+PROMPTS = ["One morning", "Once upon a time there was", "Tom"]
 FALCON = ["--mode", "concurrent", "--print_option", "reprint", "--print_interval", "1"]
 
 
