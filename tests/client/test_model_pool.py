@@ -179,6 +179,9 @@ def test_a_model_sleeps_when_idle_and_wakes() -> None:
         await until(lambda: model.phase is Phase.ASLEEP)
         assert (machine.held, pool.held, model.state) == (0, 0, EngineState.SLEEPING)
         await pool.use(model)
+        await pool.use(model)
+        pool.release(model)
+        assert model.expires_at is None
         assert model.client.num_starts == 2
         pool.keep(model, None)
         pool.release(model)
@@ -258,7 +261,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_and_is_tried_again() -
     run(work)
 
 
-def test_waiting_ends_in_time_or_with_the_caller() -> None:
+def test_waiting_ends_in_time_or_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a use that nobody holds: a waiter left, or was refused, at the moment when it was its turn."""
     pool, models = pool_of(Machine(), {"a": 4, "b": 4}, budget=4)
     pool._max_wait_s = 0.02
@@ -270,11 +273,14 @@ def test_waiting_ends_in_time_or_with_the_caller() -> None:
         leaving = asyncio.create_task(pool.use(models["b"], patient=True))
         await asyncio.sleep(0.03)
         assert models["b"].num_waiting == 1
+        grant = pool._grant
+        monkeypatch.setattr(pool, "_grant", lambda model: (grant(model), leaving.cancel()))
         pool.release(models["a"])
-        leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
+        assert leaving.cancelled()
+        monkeypatch.undo()
         assert models["b"].num_waiting == models["b"].num_uses == models["a"].num_uses == 0
-        waiting = asyncio.create_task(pool.use(models["b"]))
+        waiting = asyncio.create_task(pool.use(models["a"]))
         await asyncio.sleep(0)
         await pool.drain(1.0)
         with pytest.raises(EngineDeadError, match="shutting down"):

@@ -73,7 +73,7 @@ def test_each_route_asks_the_model_that_is_named() -> None:
             assert ask(client, model).json()["choices"][0]["text"] == f"I am {model}."
             answer = client.post("/v1/chat/completions", json={"model": model, **chat}).json()
             assert (answer["model"], answer["system_fingerprint"]) == (model, f"fp-{model}")
-            assert "I am" in client.post("/v1/responses", json={"model": model, "input": "Who?"}).text
+            assert f"I am {model}." in client.post("/v1/responses", json={"model": model, "input": "Who?"}).text
             assert f"I am {model}." in client.post("/v1/messages", json={"model": model, **chat}).text
             ollama = client.post("/api/generate", json={"model": f"{model}:latest", "prompt": "Who?", "stream": False})
             assert (ollama.json()["model"], ollama.json()["response"]) == (model, f"I am {model}.")
@@ -82,7 +82,7 @@ def test_each_route_asks_the_model_that_is_named() -> None:
             streamed = ask(client, model, stream=True).text
             assert "".join(re.findall(r'"text":"([^"]*)"', streamed)) == f"I am {model}."
             assert pool.held <= 9
-        assert [model.num_uses for model in pool] == [0, 0, 0]
+        wait_until(lambda: not any(model.num_uses for model in pool))  # the last answer may just have been sent
         assert ask(client, "d").status_code == 404
         assert "a, b, c" in ask(client, "d").json()["error"]["message"]
         del chat["max_tokens"]
