@@ -171,7 +171,9 @@ class FakeEngineClient:
     async def _run(self, ids: list[int], params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
         if params.pooling is not None:
             ended = CompletionOutput(0, "", [], finish_reason=FinishReason.STOP)
-            yield RequestOutput(request_id, None, ids, [ended], finished=True, pooled=array("f", [1.0, 0.0]).tobytes())
+            of_each = self.model_info.pooler.settle(params.pooling, 1).pooling_type == "ALL"
+            vectors = array("f", [1.0, 0.0] * (len(ids) if of_each else 1)).tobytes()
+            yield RequestOutput(request_id, None, ids, [ended], finished=True, pooled=vectors)
             return
         seed = next(self._arrivals) + 1000 if params.seed is None else params.seed
         choices = [self._choice(ids, params, seed, index) for index in range(params.n)]
