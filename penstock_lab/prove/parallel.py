@@ -14,15 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from penstock import EngineConfig, InvalidRequestError, SamplingParams
 from penstock.assembly import build_engine
 from penstock.errors import ExecutorLostError
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock.interface.step import TokenLogprobs
 from penstock.kernels.ops import Ops
-from penstock.kernels.tensors import Array
+from penstock.kernels.tensors import Array, Tensor, as_array
 from penstock.models.config_json import load_model_config
 from penstock.ranks.build import RankPlan, RanksExecutor, StartRanks, make_runner, open_pipeline, start_ranks
 from penstock.ranks.group import Group, ParallelExecutor, StepOrder
@@ -76,11 +74,11 @@ class LocalLinks(NoLinks):
         self.bytes_received = 0
         self._group = group
 
-    def gather(self, x: Array, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
+    def gather(self, x: Tensor, degree: int, shapes: Sequence[tuple[int, ...]] | None = None) -> list[Array]:
         """Collect the arrays of the ranks of this rank's block."""
         first = self.rank // degree * degree
         arrays, barrier = self._group.arrays[degree], self._group.barriers[degree, first]
-        arrays[self.rank] = np.array(x)
+        arrays[self.rank] = as_array(x).copy()
         try:
             barrier.wait(TIMEOUT_S)
             found = [arrays[rank] for rank in range(first, first + degree)]
