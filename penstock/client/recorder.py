@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 from zlib import crc32
 
 from penstock.client import records
@@ -18,6 +18,7 @@ from penstock.engine.adapters import Adapters
 from penstock.engine.engine import Engine
 from penstock.engine.observer import EngineObserver
 from penstock.interface.messages import EngineRequest, ModelInfo
+from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import (
     NewRequest,
     RequestStepOutput,
@@ -65,7 +66,9 @@ class _Known:
     def introduced(self) -> records.Introduced:
         new, ids = self.new, records.pack_ids(self.token_ids)
         now = self.tables, self.num_computed_tokens, self.sampler_state, self.adapter
-        return records.Introduced(self.number, new.request_id, ids, new.num_prompt_tokens, new.params, new.choice, *now)
+        # As msgpack, the same as the parameters without their defaults, which would take more than most prompts.
+        params = cast(SamplingParams, new.params.changed())
+        return records.Introduced(self.number, new.request_id, ids, new.num_prompt_tokens, params, new.choice, *now)
 
 
 class Recorder(EngineObserver):

@@ -46,7 +46,7 @@ from penstock.errors import (
 from penstock.interface.sampling_params import DRY_BREAKERS, SamplingParams
 from penstock.interface.step import CacheGroup, SamplerState
 
-FORMAT = 4  # incremented with every change to a record
+FORMAT = 5  # incremented with every change to a record, or to a default of SamplingParams
 
 
 class EngineDescription(msgspec.Struct, frozen=True):

@@ -617,6 +617,10 @@ class SamplingParams:
             made._set(name, fields[name] if name in fields else getattr(self, name))
         return made
 
+    def changed(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
