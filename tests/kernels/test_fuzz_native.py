@@ -20,7 +20,10 @@ from penstock.kernels.cpu.library import load_library
 fuzz = Fuzz(load_library(), 0, seed=0)
 fuzz.call("add", fuzz.normal(64), fuzz.normal(64), 65)
 """
-COMPARED = ("round", "linear", "attend", "cache_load", "log_softmax", "sample", "packed_embedding", "route", "decode")
+COMPARED = (
+    "round", "linear", "activate", "lora_shrink", "lora_expand", "attend", "cache_load", "log_softmax", "sample",
+    "packed_embedding", "route", "decode",
+)  # fmt: skip
 
 
 class Distorted:

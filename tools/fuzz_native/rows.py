@@ -1,9 +1,15 @@
-"""Targets for operations on rows, for the router and for logits."""
+"""Targets for operations on rows, for adapters, for the router and for logits."""
+
+import ctypes
+import itertools
+from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.kernels.tensors import FLOAT32, INT64, UINT8, Array
-from tools.fuzz_native.target import PRECISION, TYPES, Fuzz, same_bits
+from penstock.kernels.cpu.library import PenstockLora
+from penstock.kernels.tensors import FLOAT32, INT32, INT64, UINT8, Array, ArrayType
+from tools.fuzz_native.products import ACTIVATIONS, OTHER_ACTIVATIONS
+from tools.fuzz_native.target import OK, OUT_OF_RANGE, PRECISION, TYPES, Fuzz, same_bits
 
 EPS = 1e-5
 
@@ -104,6 +110,117 @@ def xielu(fuzz: Fuzz) -> None:
     low = np.minimum(t, -1e-6)
     expected = 0.5 * t + np.where(t > 0, 0.9 * t**2, 1.2 * (np.expm1(low) - t))
     fuzz.close_to(out.values[moderate], expected, 4 * PRECISION[dtype])
+
+
+def activate(fuzz: Fuzz) -> None:
+    rows, columns, gated, dtype = fuzz.rows(), fuzz.size(1), fuzz.chance(0.5), fuzz.dtype()
+    x = fuzz.floats(rows, columns * (1 + gated)).values
+    activation = fuzz.random.choice((*ACTIVATIONS, *OTHER_ACTIVATIONS))
+
+    def compute(chosen: Array) -> Array:
+        given, out = fuzz.array(x[chosen]), fuzz.out((len(chosen), columns), dtype)
+        fuzz.call("activate", given, len(chosen), x.shape[1], activation, int(gated), out, TYPES[dtype])
+        return out.values
+
+    found = fuzz.same_alone(compute, rows)
+    if activation in ACTIVATIONS:
+        with np.errstate(all="ignore"):
+            expected = ACTIVATIONS[activation](x[:, :columns].astype(np.float64))
+            expected = expected * x[:, columns:] if gated else expected
+        fuzz.close_to(found, expected, PRECISION[dtype])
+
+
+@dataclass
+class Lora:
+    """Random adapters and the slots of some rows, with the arrays of struct; b as [slots, max_rank, n]."""
+
+    struct: PenstockLora
+    slots: Array
+    expected: int  # the status of a call: sometimes a slot is out of range
+    a: Array
+    b: Array
+    factors: Array
+    offsets: Array
+    ranks: Array
+    scaled: Array
+
+    @property
+    def pieces(self) -> list[slice]:
+        ends = self.struct.piece_ends[: self.struct.pieces]
+        return [slice(begin, end) for begin, end in itertools.pairwise((0, *ends))]
+
+
+def _lora(fuzz: Fuzz, dtype: ArrayType) -> Lora:
+    n, k = fuzz.size(1), fuzz.random.choice((fuzz.size(1, 129), fuzz.size(1)))
+    rank, slots, pieces = fuzz.size(1, 33), fuzz.random.randint(1, 3), fuzz.random.randint(1, 4)
+    leaves, rows = fuzz.random.choice((1, 2, 4, 8)), fuzz.random.choice((0, 1, 2, 3, 5, 70))
+    a, b = fuzz.normal(slots, pieces, rank, k, dtype=dtype), fuzz.normal(slots, -(-n // 16), rank, 16, dtype=dtype)
+    factors, offsets = fuzz.normal(slots, n), fuzz.normal(slots, n)
+    ranks, scaled = (fuzz.array(fuzz.numbers.integers(0, high, slots, dtype=INT32)) for high in (rank + 1, 2))
+    struct = PenstockLora(n=n, k=k, max_rank=rank, slots=slots, pieces=pieces, leaves=leaves, type=TYPES[dtype])
+    struct.piece_ends[:pieces] = [*sorted(fuzz.random.randint(0, n) for _ in range(pieces - 1)), n]
+    struct.leaf_ends[:leaves] = [*sorted(fuzz.random.randint(0, k) for _ in range(leaves - 1)), k]
+    struct.a, struct.b, struct.factors, struct.offsets = (part.address for part in (a, b, factors, offsets))
+    struct.ranks, struct.scaled = ranks.address, scaled.address
+    of_rows, expected = fuzz.numbers.integers(-1, slots, rows, dtype=INT32), OK
+    if rows and fuzz.chance(0.2):
+        of_rows[fuzz.random.randrange(rows)], expected = fuzz.random.choice((-2, slots, 2**31 - 1)), OUT_OF_RANGE
+    columns = b.values.transpose(0, 2, 1, 3).reshape(slots, rank, -1)[:, :, :n].astype(np.float64)
+    of_slots = (part.values for part in (factors, offsets, ranks, scaled))
+    return Lora(struct, of_rows, expected, a.values.astype(np.float64), columns, *of_slots)
+
+
+def lora_shrink(fuzz: Fuzz) -> None:
+    dtype = fuzz.dtype()
+    lora = _lora(fuzz, dtype)
+    rows, struct = len(lora.slots), lora.struct
+    x, shape = fuzz.floats(rows, struct.k, dtype=dtype).values, (struct.pieces, struct.max_rank)
+
+    def compute(chosen: Array) -> Array:
+        hidden, slots = fuzz.array(np.full((len(chosen), *shape), np.float32(7))), fuzz.array(lora.slots[chosen])
+        given, at = fuzz.array(x[chosen]), ctypes.addressof(struct)
+        fuzz.call("lora_shrink", at, slots, len(chosen), given, hidden, expected=lora.expected)
+        return hidden.values
+
+    expected = np.full((rows, *shape), 7.0)  # as before: no adapter, a rank that the adapter lacks, or a wrong slot
+    if lora.expected:
+        same_bits(compute(np.arange(rows)), expected)
+        return
+    found = fuzz.same_alone(compute, rows)
+    with np.errstate(all="ignore"):
+        for row, slot in enumerate(lora.slots):
+            if slot >= 0:
+                own = lora.a[slot, :, : lora.ranks[slot]]
+                expected[row, :, : lora.ranks[slot]] = own @ x[row].astype(np.float64)
+        moderate = (np.abs(x.astype(np.float32)) < 1e3).all(axis=1)
+    fuzz.close_to(found[moderate], expected[moderate], 2 * PRECISION[FLOAT32])
+
+
+def lora_expand(fuzz: Fuzz) -> None:
+    lora = _lora(fuzz, fuzz.dtype())
+    rows, struct = len(lora.slots), lora.struct
+    stride = struct.n + fuzz.random.choice((0, 0, 1, 16))
+    hidden, y = fuzz.normal(rows, struct.pieces, struct.max_rank).values, fuzz.floats(rows, stride).values
+
+    def compute(chosen: Array) -> Array:
+        out, slots, given = fuzz.array(y[chosen]), fuzz.array(lora.slots[chosen]), fuzz.array(hidden[chosen])
+        at = ctypes.addressof(struct)
+        fuzz.call("lora_expand", at, slots, len(chosen), given, out, stride, expected=lora.expected)
+        return out.values
+
+    if lora.expected:
+        same_bits(compute(np.arange(rows)), y)
+        return
+    found, expected = fuzz.same_alone(compute, rows), y.astype(np.float64)
+    with np.errstate(all="ignore"):
+        for row, slot in enumerate(lora.slots):
+            if slot >= 0 and lora.scaled[slot]:
+                expected[row, : struct.n] = expected[row, : struct.n] * lora.factors[slot] + lora.offsets[slot]
+            for piece, columns in enumerate(lora.pieces if slot >= 0 else ()):
+                rank = lora.ranks[slot]
+                expected[row, columns] += hidden[row, piece, :rank] @ lora.b[slot, :rank, columns]
+    fuzz.close_to(found[:, : struct.n], expected[:, : struct.n])
+    same_bits(found[:, struct.n :], y[:, struct.n :])
 
 
 def norm_heads(fuzz: Fuzz) -> None:
@@ -226,5 +343,5 @@ TARGETS = {
     "rms_norm": rms_norm, "add_rms_norm": add_rms_norm, "layer_norm": layer_norm, "add_layer_norm": add_layer_norm,
     "norm_heads": norm_heads, "add": add, "add_gated": add_gated, "round": round_, "scale": scale, "softcap": softcap,
     "xielu": xielu, "embedding": embedding, "rotary_qkv": rotary_qkv, "route": route, "log_softmax": log_softmax,
-    "finite_rows": finite_rows,
+    "finite_rows": finite_rows, "activate": activate, "lora_shrink": lora_shrink, "lora_expand": lora_expand,
 }  # fmt: skip
