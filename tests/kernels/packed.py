@@ -149,8 +149,8 @@ class Native:
         out_dtype: torch.dtype = torch.float32,
         activation: str | None = None,
     ) -> torch.Tensor:
-        """x [M, k] -> [M, n] or, gated, [M, n / 2]."""
-        columns = packed.weight.n // 2 if packed.weight.gated else packed.weight.n
+        """x [M, k] -> [M, n] or, gated and with an activation, [M, n / 2]."""
+        columns = packed.weight.n // 2 if packed.weight.gated and activation else packed.weight.n
         out = torch.full((len(x), columns), float("nan"), dtype=out_dtype)
         status = self.library.penstock_linear(
             self.context, packed.address, x.data_ptr(), TYPES[x.dtype], len(x), out.data_ptr(), columns,
