@@ -89,7 +89,7 @@ def test_every_parameter_is_in_the_document() -> None:
     elsewhere = {  # fields that do not choose among tokens
         "seed", "prompt_logprobs", "bad_words_token_ids", "logits_processors", "use_beam_search", "skip_special_tokens",
         "spaces_between_special_tokens", "ignore_eos", "include_stop_str_in_output", "structured_outputs",
-        "guided_decoding", "detokenize", "output_kind", "pooling",
+        "guided_decoding", "detokenize", "output_kind", "pooling", "thinking_token_ids",
     }  # fmt: skip
     text = DOCUMENT.read_text()
     missing = {item.name for item in fields(SamplingParams) if f"`{item.name}`" not in text}

@@ -62,11 +62,13 @@ for package in (penstock, penstock_lab):
 print(json.dumps(failed))
 """
 NEED_TORCH = {
-    "penstock.kernels.reference", "penstock.kernels.triton", "penstock.kernels.cpu.torch_watch", "penstock.layers.swap",
-    "penstock.models.transformers", "penstock_lab.bench.attention", "penstock_lab.bench.contention",
-    "penstock_lab.bench.experts", "penstock_lab.bench.loading", "penstock_lab.bench.ops", "penstock_lab.bench.perf_log",
-    "penstock_lab.bench.products", "penstock_lab.bench.ranks", "penstock_lab.check", "penstock_lab.compat.falcon",
-    "penstock_lab.compat.jetstream", "penstock_lab.conventions", "penstock_lab.training",
+    "penstock.kernels.reference", "penstock.kernels.triton", "penstock.kernels.cpu.torch_watch",
+    "penstock.layers.swap", "penstock.models.transformers", "penstock.ranks.device_links",
+    "penstock_lab.bench.attention", "penstock_lab.bench.contention", "penstock_lab.bench.device",
+    "penstock_lab.bench.experts", "penstock_lab.bench.loading", "penstock_lab.bench.ops",
+    "penstock_lab.bench.perf_log", "penstock_lab.bench.products", "penstock_lab.bench.ranks", "penstock_lab.check",
+    "penstock_lab.compat.falcon", "penstock_lab.compat.jetstream", "penstock_lab.conventions",
+    "penstock_lab.training",
 }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import NotSupportedError, fail, invalid, shown
-from penstock.kernels.ops import REDUCTION_LEAVES
 
 NAME = "triton"  # of the kernels
 TILE = 128  # positions that attention folds at a time; a block of the cache holds whole tiles
@@ -66,7 +65,11 @@ def of_rank(device: str, rank: int) -> str:
 
 def leaves_of(num_ranks: int) -> int:
     """Count the pieces of K in products: one where a model has one device, which saves time."""
-    return LEAVES if num_ranks == 1 else REDUCTION_LEAVES
+    if num_ranks == 1:
+        return LEAVES
+    from penstock.kernels.ops import REDUCTION_LEAVES  # which imports numpy; the config reads this module
+
+    return REDUCTION_LEAVES
 
 
 def describe(device: str) -> str:

@@ -313,7 +313,10 @@ JSON_BODIES: tuple[Attack, ...] = (
     Calls(
         "bodies of another type (CVE-2025-54121, Ollama GHSA-5jx5-hqx5-2vrj)",
         [
-            Call(b"--x\r\n" * 100_000, (415,), path, headers={"Content-Type": kind})
+            # Ollama's routes read a body of any type
+            Call(
+                b"--x\r\n" * 100_000, (400 if path.startswith("/api/") else 415,), path, headers={"Content-Type": kind}
+            )
             for path in BODIES
             for kind in ("multipart/form-data; boundary=x", "text/plain", "application/x-www-form-urlencoded", "*/*")
         ],
