@@ -174,14 +174,6 @@ def test_engine_death_and_return(served: Served) -> None:
     assert (after["restarts"], after["pid"] != before["pid"]) == (before["restarts"] + 1, True)
 
 
-def test_sigterm_ends_it_with_0(served: Served) -> None:
-    """Guards against an engine process that outlives its server. (The last test: it ends the shared process.)"""
-    engine_pid = served.status()["engine"]["pid"]
-    served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(WAIT_S) == 0
-    wait_until(lambda: not Path(f"/proc/{engine_pid}").exists())
-
-
 # in the order, and with the keys, that Ollama's client keeps of a schema
 SUMMANDS = {
     "type": "object",
@@ -292,3 +284,11 @@ def test_ten_calls_over_four_apis(served: Served) -> None:
             for loop in loops:
                 loop.tell([str(call.get("a", 0) + call.get("b", 0)) for call in calls])
     assert num_calls >= 10
+
+
+def test_sigterm_ends_it_with_0(served: Served) -> None:
+    """Guards against an engine process that outlives its server. (The last test: it ends the shared process.)"""
+    engine_pid = served.status()["engine"]["pid"]
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(WAIT_S) == 0
+    wait_until(lambda: not Path(f"/proc/{engine_pid}").exists())
