@@ -41,7 +41,8 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     (tmp_path / "keys.toml").write_text(FILE)
-    with running(FakeEngineClient(), replace(QUIET, api_key_file=str(tmp_path / "keys.toml"), drain_timeout_s=0.5)) as server:
+    options = replace(QUIET, api_key_file=str(tmp_path / "keys.toml"), drain_timeout_s=0.5)
+    with running(FakeEngineClient(), options) as server:
         yield server
 
 
