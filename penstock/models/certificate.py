@@ -58,7 +58,7 @@ class Certificate(Basis):
 
     Attributes:
         weights: the fingerprint of the weights (weights/safetensors.py), or RANDOM_TINY.
-        kernels: "reference", or "cpu" and the level.
+        kernels: "reference", "cpu" and the level, or "triton" and the architecture.
         dtypes: the types that were checked.
         proofs: the largest error by name of the proof; 0.0 if all bits were equal.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from penstock import InvalidRequestError
-from penstock.config import TRITON
+from penstock.config import TRITON, NumericsConfig
 from penstock.errors import check_choice, check_int, fail
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.host import free_memory_bytes
@@ -132,7 +132,7 @@ def measure_ops(selection: Selection, *, progress: Progress) -> dict[str, Any]:
     Raises:
         InvalidRequestError: the native library is missing.
     """
-    backends, limits, about = _on_cpu(selection) if selection.device == "cpu" else _on_gpu(selection.device)
+    backends, limits, about = _on_cpu(selection) if selection.device == "cpu" else on_gpu(selection.device)
     cases = list(selection.cases())
     rows: list[dict[str, Any]] = []
     with progress("cases", len(cases)) as advance, torch.inference_mode():
@@ -160,14 +160,17 @@ def _on_cpu(selection: Selection) -> tuple[dict[torch.dtype, Any], MachineLimits
     return backends, MachineLimits(backends[torch.bfloat16]), about
 
 
-def _on_gpu(device: str) -> tuple[dict[torch.dtype, Any], MachineLimits, dict[str, Any]]:
+def on_gpu(device: str) -> tuple[dict[torch.dtype, Any], MachineLimits, dict[str, Any]]:
+    """Make a GPU's backends by type, measure its limits, and describe both. The memory is what engines can have."""
     from penstock_lab.bench.device import DeviceLimits
 
+    NumericsConfig(device=device)  # checks the name
     where = None if gpu.is_interpreted() else device
     backends = {dtype: load_ops(TRITON, dtype, where) for dtype in (torch.bfloat16, torch.float32)}
     place = torch.device(backends[torch.bfloat16].device)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else _processor_name()
     about = {"level": gpu.describe(device), "threads": torch.get_num_threads(), "processor": name}
+    about["memory_bytes"] = backends[torch.bfloat16].free_bytes()
     return backends, DeviceLimits(place), about
 
 

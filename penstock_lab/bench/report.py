@@ -249,14 +249,19 @@ def print_machine(result: dict[str, Any]) -> None:
     """Print what simulator.this_machine measured."""
     console = Console()
     table = Table("weights", "read GB/s", "multiply 10^9/s", title=result["source"])
-    for kind, rate in result["read_bytes_per_s"].items():
-        operations = result["operations_per_s"].get(kind)
-        table.add_row(kind, f"{rate / 1e9:.1f}", "" if operations is None else f"{operations / 1e9:.0f}")
+    reads, operations = result["read_bytes_per_s"], result["operations_per_s"]
+    for kind in reads | operations:
+        read = f"{reads[kind] / 1e9:.1f}" if kind in reads else ""
+        table.add_row(kind, read, f"{operations[kind] / 1e9:.0f}" if kind in operations else "")
     console.print(table)
     for name, what in (("prompt", "prompts"), ("streams", "streams")):
-        rates = ", ".join(f"{kind} {v / 1e9:.0f}" for kind, v in result[f"attend_{name}_operations_per_s"].items())
-        console.print(f"attention of {what}, 10^9/s by the type of the cache: {rates}")
-    console.print(f"a step takes {1e3 * result['step_s']:.2f} ms, a sequence {1e6 * result['sequence_s']:.0f} us more")
+        measured = result.get(f"attend_{name}_operations_per_s", {})
+        if rates := ", ".join(f"{kind} {rate / 1e9:.0f}" for kind, rate in measured.items()):
+            console.print(f"attention of {what}, 10^9/s by the type of the cache: {rates}")
+    if "step_s" in result:  # not of a GPU
+        console.print(
+            f"a step takes {1e3 * result['step_s']:.2f} ms, a sequence {1e6 * result['sequence_s']:.0f} us more"
+        )
     if result["unsettled"]:
         changes = ", ".join(f"{name} {change:+.0%}" for name, change in result["unsettled"].items())
         console.print(f"[yellow]still changing from the first half of the rounds to the second: {changes}[/]")

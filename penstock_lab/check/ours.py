@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.config import BLOCK_SIZE_UNIT, BLOCK_SIZE_UNITS
 from penstock.kernels.backends import load_ops
-from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads
 from penstock.kernels.ops import Ops
 from penstock.layers.decoder import Attention
@@ -27,8 +27,6 @@ from penstock.spec.model_config import ModelConfig
 from penstock.weights.loader import Place, load_model, open_reader, open_stored
 from penstock_lab.check.twin import Call, Trace, float_tensors, watching
 
-BLOCK_SIZE = 16
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OurModel:
@@ -38,27 +36,42 @@ class OurModel:
     config: ModelConfig
     ops: Ops
     model: Any
+    block_size: int
 
     @classmethod
-    def load(cls, directory: Path, *, dtype: str, kernels: str, tokens: int, adapter: str | None = None) -> "OurModel":
-        """Load the model for a prompt of `tokens` tokens. adapter: directory of a LoRA adapter for all of them.
+    def load(
+        cls,
+        directory: Path,
+        *,
+        dtype: str,
+        kernels: str,
+        tokens: int,
+        device: str | None = None,
+        adapter: str | None = None,
+    ) -> "OurModel":
+        """Load the model for a prompt of `tokens` tokens.
+
+        Args:
+            device: as in load_ops.
+            adapter: directory of a LoRA adapter for all tokens.
 
         Raises:
             ModelLoadError, InvalidRequestError: as in load_model.
         """
         config = load_model_config(directory)
-        ops = load_ops(kernels, getattr(torch, dtype))
-        place, slices = Place(free_memory_bytes), 3 if dtype == "float32" else 2
+        ops = load_ops(kernels, getattr(torch, dtype), device)
+        block_size = BLOCK_SIZE_UNITS.get(kernels, BLOCK_SIZE_UNIT)
+        place, slices = Place(ops.free_bytes), 3 if dtype == "float32" else 2
         if adapter is None:
             model = load_model(directory, config, ops, max_model_len=tokens, place=place, slices=slices)
-            return cls(directory, config, ops, model)
+            return cls(directory, config, ops, model, block_size)
         found = open_reader(config, open_stored(directory, config, "auto").source).read(Path(adapter))
         lora = LoraSlots(ops, 1, max(part.b.shape[1] for part in found.values()), tokens)
         model = load_model(directory, config, ops, max_model_len=tokens, place=place, slices=slices, lora=lora)
         for name, product in adapted_products(model).items():
             product.load(0, found.get(name))
         lora.choose(np.zeros(tokens, np.int32))
-        return cls(directory, config, ops, model)
+        return cls(directory, config, ops, model, block_size)
 
     @torch.inference_mode()
     def run(self, ids: list[int], follow: Trace | None = None) -> tuple[Trace, Tensor]:
@@ -75,19 +88,19 @@ class OurModel:
 
     def _context(self, tokens: int) -> ForwardContext:
         """Make the context for one prompt that begins at position 0, in blocks 0, 1, 2, ..."""
-        config, ops = self.config, self.ops
-        num_blocks = -(-tokens // BLOCK_SIZE)
+        config, ops, block_size = self.config, self.ops, self.block_size
+        num_blocks = -(-tokens // block_size)
         caches, attention = [], []
         for layer, window in enumerate(config.layer_windows):
             own = config.at(layer)
             heads = Heads(own.num_attention_heads, own.num_key_value_heads, own.head_dim)
-            cache = ops.new_kv_cache(CacheSpec(num_blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, ops.dtype))
+            cache = ops.new_kv_cache(CacheSpec(num_blocks, block_size, heads.num_kv_heads, heads.head_dim, ops.dtype))
             meta = AttentionMetadata(
                 query_start_loc=torch.tensor([0, tokens], dtype=torch.int32),
                 seq_lens=torch.tensor([tokens], dtype=torch.int32),
                 block_table=torch.arange(num_blocks, dtype=torch.int32)[None],
                 slot_mapping=torch.arange(tokens),
-                block_size=BLOCK_SIZE,
+                block_size=block_size,
                 sliding_window=window,
                 chunked=config.chunked_windows,
             )

@@ -16,7 +16,7 @@ import torch
 
 from penstock import EngineConfig, RequestFailedError, SamplingParams
 from penstock.assembly import build_engine
-from penstock.config import BLOCK_SIZE_UNIT, MAX_CONTEXT
+from penstock.config import BLOCK_SIZE_UNIT, BLOCK_SIZE_UNITS, MAX_CONTEXT, TRITON
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineOutput, EngineRequest
 from penstock_lab.check.report import Proof
@@ -32,11 +32,6 @@ REFERENCE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 # models lose more (Gemma 3 270M by int8 keys: 0.06); another model's answers differ by about 1.
 INT8_WEIGHTS, INT8_CACHE, WRONG = 0.04, 0.015, 0.25
 SPREAD = "median difference of a log-probability, over their spread"
-LAYOUTS: dict[str, dict[str, Any]] = {  # name -> options under which every answer must stay the same
-    f"chunks of {CHUNK} = whole": {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3},
-    "blocks of 64 = blocks of 16": {"block_size": 4 * BLOCK_SIZE_UNIT},
-    "user rows and rings = blocks": {"block_size": MAX_CONTEXT},  # at least max_model_len: one block per request
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +59,32 @@ class Setting:
     kernels: str
     prompts: tuple[list[int], ...]
     is_coded: bool = False  # the checkpoint's weights are quantised already
+    device: str = "auto"
+
+    @property
+    def unit(self) -> int:
+        """The cached tokens that the kernels read at a time."""
+        return BLOCK_SIZE_UNITS.get(self.kernels, BLOCK_SIZE_UNIT)
+
+    def layouts(self) -> dict[str, dict[str, Any]]:
+        """Name the options under which every answer must stay the same."""
+        rows = "user rows = blocks" if self.kernels == TRITON else "user rows and rings = blocks"
+        return {
+            f"chunks of {CHUNK} = whole": {"max_num_batched_tokens": CHUNK, "max_num_seqs": 3},
+            f"blocks of {4 * self.unit} = blocks of {self.unit}": {"block_size": 4 * self.unit},
+            rows: {"block_size": MAX_CONTEXT},  # at least max_model_len: one block per request
+        }
 
     @contextmanager
     def engine(self, **options: Any) -> Iterator[Engine]:
         """Build an engine without prefix caching and chunked prompts, unless the options say so."""
         longest = max(map(len, self.prompts)) + NUM_TOKENS + 1
-        max_model_len = -(-longest // BLOCK_SIZE_UNIT) * BLOCK_SIZE_UNIT
+        max_model_len = -(-longest // self.unit) * self.unit
         given = {
             "model": str(self.directory),
             "dtype": self.dtype,
             "kernels": self.kernels,
+            "device": self.device,
             "max_model_len": max_model_len,
             "max_num_seqs": len(self.prompts),
             "max_num_batched_tokens": max_model_len * len(self.prompts),
@@ -108,7 +119,7 @@ def prove(setting: Setting) -> Iterator[Proof]:
         alone = [ask(engine, setting, [index])[0] for index in indices]
         yield proof("one pass over the answer = its steps", _rescore(engine, setting, alone))
         yield proof("batch = solo", max(map(difference, ask(engine, setting, indices), alone)))
-    for name, options in LAYOUTS.items():
+    for name, options in setting.layouts().items():
         with setting.engine(**options) as engine:
             yield proof(name, max(map(difference, ask(engine, setting, indices), alone)))
     with setting.engine(enable_prefix_caching=True) as engine:  # a cache hit is part of the proof

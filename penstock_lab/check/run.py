@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from penstock import EngineConfig, InvalidRequestError, ModelLoadError, __version__
+from penstock.config import BLOCK_SIZE_UNIT, BLOCK_SIZE_UNITS, TRITON, NumericsConfig
 from penstock.errors import check_int, check_str, fail
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.cpu.library import level_of_bits
 from penstock.kernels.ops import NUMERICS_VERSION
+from penstock.kernels.triton import device as gpu
 from penstock.models.certificate import RANDOM_TINY, Certificate, certificate_file, find_basis
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_model
@@ -48,7 +50,7 @@ class Options:
         tiny: check a random model with the shrunk config, even if there are weights.
         verify: only compare the native kernels with the reference.
         dtype: type for the engine's guarantees and `verify`; Transformers' layers are compared in float32.
-        prompt_len: number of tokens in the prompt.
+        prompt_len: number of tokens in the prompt; None: four blocks, so that prefixes are found in the cache.
     """
 
     model: str = "demo"
@@ -58,14 +60,15 @@ class Options:
     verify: bool = False
     dtype: str = "auto"
     kernels: str = "auto"
-    prompt_len: int = 64
+    device: str = "auto"
+    prompt_len: int | None = None
 
     def __post_init__(self) -> None:
         check_str("model", self.model)
         check_str("against", self.against, optional=True)
         check_str("adapter", self.adapter, optional=True)
-        check_int("prompt_len", self.prompt_len, MIN_PROMPT_TOKENS, 2**20)
-        EngineConfig.from_options(dtype=self.dtype, kernels=self.kernels)
+        check_int("prompt_len", self.prompt_len, MIN_PROMPT_TOKENS, 2**20, optional=True)
+        EngineConfig.from_options(dtype=self.dtype, kernels=self.kernels, device=self.device)
         if self.against is not None and (self.tiny or self.verify):
             raise fail("against", self.against, "left out with --tiny and --verify")
         if self.adapter is not None and (self.tiny or self.verify or self.against is not None):
@@ -87,19 +90,21 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
         config = load_model_config(target.directory)
         if target.weights == RANDOM_TINY:
             torch.set_num_threads(1)  # products this small do not gain from more threads
-        numerics = EngineConfig.from_options(dtype=options.dtype, kernels=options.kernels).resolve(config).numerics
+        chosen = {name: getattr(options, name) for name in ("dtype", "kernels", "device")}
+        numerics = EngineConfig.from_options(**chosen).resolve(config).numerics
         longest = config.max_position_embeddings - NUM_TOKENS - 1
-        check_int("prompt_len", options.prompt_len, MIN_PROMPT_TOKENS, longest)
-        prompts = make_prompts(options.prompt_len, config.vocab_size)
+        prompt_len = options.prompt_len or min(4 * BLOCK_SIZE_UNITS.get(numerics.kernels, BLOCK_SIZE_UNIT), longest)
+        check_int("prompt_len", prompt_len, MIN_PROMPT_TOKENS, longest)
+        prompts = make_prompts(prompt_len, config.vocab_size)
         is_coded = bool(open_stored(target.directory, config, "auto", is_complete=False).codings)
-        setting = Setting(target.directory, numerics.dtype, numerics.kernels, prompts, is_coded)
+        setting = Setting(target.directory, numerics.dtype, numerics.kernels, prompts, is_coded, numerics.device)
         report = Report(
             model=options.model,
             architecture=config.architecture,
             weights=target.weights,
-            kernels=f"cpu.{level_of_bits()}" if numerics.kernels == "cpu" else numerics.kernels,
+            kernels=_name_kernels(numerics),
             dtype=numerics.dtype,
-            prompt_len=options.prompt_len,
+            prompt_len=prompt_len,
         )
         if options.verify:
             return _compare_kernels(report, setting, config, announce)
@@ -110,6 +115,12 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
             announce(f"the engine's guarantees, in {report.dtype}")
             report = replace(report, proofs=tuple(prove(setting)))
         return report if target.config_file is None else _certify(report, target.config_file)
+
+
+def _name_kernels(numerics: NumericsConfig) -> str:
+    if numerics.kernels == TRITON:
+        return gpu.name_of(numerics.device)
+    return f"cpu.{level_of_bits()}" if numerics.kernels == "cpu" else numerics.kernels
 
 
 def _compare_kernels(report: Report, setting: Setting, config: ModelConfig, announce: Announce) -> Report:
@@ -144,6 +155,7 @@ def _compare_models(
         raise InvalidRequestError(text, param="against")
     prompt, remarks = _prompt(setting, config)
     own: dict[str, Any] = {"dtype": "float32", "kernels": setting.kernels, "tokens": len(prompt)}
+    own |= {"device": setting.device} if setting.kernels == TRITON else {}
     ours = OurModel.load(setting.directory, **own, adapter=adapter)
     found = compare(ours, Twin.load(theirs, adapter=adapter), prompt)
     if found.differs_in_attention:
@@ -169,7 +181,8 @@ def _prompt(setting: Setting, config: ModelConfig) -> tuple[list[int], tuple[str
         context = rope.original_max_position_embeddings
         if len(prompt) <= context < config.context:
             remarks.append(f"a prompt of {len(prompt)} tokens does not reach beyond the original context of {context}")
-    return prompt, tuple(f"not compared: {remark}; a longer --prompt-len tests it" for remark in remarks)
+    left_out = ("not tested: rings, which no layer has on a GPU",) if setting.kernels == TRITON else ()
+    return prompt, (*(f"not compared: {remark}; a longer --prompt-len tests it" for remark in remarks), *left_out)
 
 
 def _certify(report: Report, config_file: Path) -> Report:

@@ -12,7 +12,7 @@ from penstock import InvalidRequestError
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size, read_schema
 from penstock.cli.terminal import note, saying, show_choices
 from penstock.client.prompts import progress
-from penstock.errors import check_int
+from penstock.errors import check_int, fail
 from penstock_lab.cli import bench_serve
 
 DESCRIPTION = "Measure throughput and latency, in this process or of a running server, and the speed of kernels."
@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   penstock bench ops --op attend_decode attend_prefill  attention only
   penstock bench ops demo --dtype int8                  the shapes of that model
   penstock bench machine                                what this machine can do, for penstock plan
+  penstock bench machine --device cuda                  what a GPU can do
   penstock bench serve --help                           how to measure a running server
 """
 
@@ -85,6 +86,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     bench_serve.configure(serve)
     machine = kinds.add_parser("machine", help="what this machine can do, for `penstock plan`", **shown)
     machine.add_argument("--threads", type=int, metavar="N", help="cores that compute (default: all)")
+    help_text = "measure how fast a GPU copies and multiplies (default: cpu)"
+    machine.add_argument("--device", default="cpu", metavar="{cpu,cuda[:N]}", help=help_text)
     for command in (offline, serve, ops, machine):
         command.add_argument("--json", metavar="FILE", help="write the figures to FILE (- is standard output)")
 
@@ -214,15 +217,18 @@ def _prepare_ops(args: argparse.Namespace) -> Bench:
 def _prepare_machine(args: argparse.Namespace) -> Bench:
     if args.threads is not None:
         check_int("threads", args.threads, 1, 1024)
+        if args.device != "cpu":
+            raise fail("threads", args.threads, f"left out with device = {args.device}")
     from penstock_lab.bench.report import print_machine
     from penstock_lab.planner.machines import this_file
-    from penstock_lab.simulator.this_machine import measure_machine, write_machine
+    from penstock_lab.simulator.this_machine import measure_gpu, measure_machine, write_machine
 
     def measure() -> Result:
         with saying("penstock: measuring this machine ..."):
-            result = measure_machine(args.threads)
-        write_machine(result, this_file())
-        note(f"penstock: kept in {this_file()}")
+            result = measure_machine(args.threads) if args.device == "cpu" else measure_gpu(args.device)
+        path = this_file(args.device)
+        write_machine(result, path)
+        note(f"penstock: kept in {path}" if args.device == "cpu" else f"penstock: for plan --hardware {path}")
         return result
 
     return measure, print_machine

@@ -50,7 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", metavar="{" + ",".join(DTYPES) + "}", help=help_text)
     help_text = "backend that is checked"
     parser.add_argument("--kernels", default="auto", metavar="{" + ",".join(KERNELS) + "}", help=help_text)
-    parser.add_argument("--prompt-len", type=int, default=64, metavar="N", help="tokens of the prompt (default: 64)")
+    parser.add_argument("--device", default="auto", metavar="{auto,cpu,cuda[:N]}", help="where it is checked")
+    help_text = "tokens of the prompt (default: 64, on a GPU 512)"
+    parser.add_argument("--prompt-len", type=int, default=None, metavar="N", help=help_text)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 

@@ -144,9 +144,9 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "penstock"
 
 
-def this_file() -> Path:
-    """Name the file that `penstock bench machine` writes."""
-    return cache_directory() / "machine.yaml"
+def this_file(device: str = "cpu") -> Path:
+    """Name the file that `penstock bench machine` writes; for "cuda:1" it is cuda-1.yaml."""
+    return cache_directory() / ("machine.yaml" if device == "cpu" else f"{device.replace(':', '-')}.yaml")
 
 
 def names() -> list[str]:

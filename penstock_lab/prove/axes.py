@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from penstock import PoolingParams
-from penstock.config import SCHEDULING_POLICIES
+from penstock.config import BLOCK_SIZE_UNITS, SCHEDULING_POLICIES, TRITON
 from penstock.tokenizer.answer_formats import tool_formats
 from penstock.tokenizer.answers import Calls, Function, answer_grammar, literal
 
@@ -64,6 +64,19 @@ LAYOUTS: dict[str, Axis] = {
         "itself": {"speculative_config": {"model": SELF_DRAFT, "num_speculative_tokens": 3}},
     },
     "head": {"whole": {}, "in 3 pieces, padded": {"lm_head_pieces": 3, "pad_vocab_multiple": 128}},
+}
+ON_GPU = BLOCK_SIZE_UNITS[TRITON]  # of a block
+LONGER_ON_GPU = 2  # times as long prompts, so that they fill blocks there
+LAYOUTS_ON_GPU: dict[str, Axis] = {name: axis for name, axis in LAYOUTS.items() if name != "threads"} | {
+    "blocks": {
+        f"of {ON_GPU}": {"block_size": ON_GPU},
+        f"of {2 * ON_GPU}": {"block_size": 2 * ON_GPU},
+        "one per request": {"block_size": LONGER_ON_GPU * MAX_MODEL_LEN, "enable_prefix_caching": False},
+    },
+}
+NOT_ON_GPU = {
+    "threads": "kernels of a GPU have none",
+    "blocks: of 16, of 64": f"kernels of a GPU read {ON_GPU} tokens at a time",
 }
 UNDISTURBED: dict[str, Any] = {  # the undisturbed engine: each request alone, in one piece, one thread, nothing cached
     "max_num_batched_tokens": 2048, "threads": 1, "enable_prefix_caching": False, "max_num_seqs": 1,
@@ -139,6 +152,16 @@ CROWD_AXES: dict[str, Sequence[str]] = {  # every value that a comparison may ha
     "via": [*ENTRY_WEIGHTS],
     "request": [*KINDS],
 }
+
+
+def kernels_of(given: dict[str, Any]) -> str:
+    """Choose the kernels whose bits are compared, by the options of the user."""
+    on_gpu = given.get("kernels") == TRITON or given.get("device", "").startswith("cuda")
+    return TRITON if on_gpu else "cpu"
+
+
+def layouts_of(kernels: str) -> dict[str, Axis]:
+    return LAYOUTS_ON_GPU if kernels == TRITON else LAYOUTS
 
 
 def choose(random: Random, axes: dict[str, Axis]) -> tuple[dict[str, str], dict[str, Any]]:

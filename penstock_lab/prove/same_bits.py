@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from penstock import EngineConfig, InvalidRequestError, ModelLoadError
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.assembly.memory import plan_kv_cache
+from penstock.config import BLOCK_SIZE_UNIT, BLOCK_SIZE_UNITS, TRITON
 from penstock_lab.prove import axes, tiny_models
 from penstock_lab.prove.askers import OFFLINE, OPEN, SERVING
 from penstock_lab.prove.completions import Completion, Key, Member, Query, ask_alone
@@ -69,7 +70,11 @@ class SameBits:
 
     def run(self, trials: Trials) -> None:
         counts: Counter[tuple[str, str]] = Counter()
-        left_out: dict[str, str] = {}
+        kernels = axes.kernels_of(trials.subject.options)
+        left_out: dict[str, str] = dict(axes.NOT_ON_GPU) if kernels == TRITON else {}
+        num_axes = len(left_out)
+        if left_out:
+            trials.figure("left_out", "; ".join(f"{name} ({why})" for name, why in left_out.items()))
         with tempfile.TemporaryDirectory() as directory:
             models = {"yours": trials.subject.model}
             if trials.subject.model == "demo":
@@ -80,21 +85,21 @@ class SameBits:
                     this = start_round(number, models, trials.subject.options)
                 except (InvalidRequestError, ModelLoadError) as error:  # the machine or the model does not support it
                     left_out[f"round {number}"] = str(error)
-                    if len(left_out) == MAX_LEFT_OUT and not counts:
+                    if len(left_out) - num_axes == MAX_LEFT_OUT and not counts:
                         trials.skip(str(error))
                         return
                 else:
                     this.offloaded = str(Path(directory) / f"blocks {number}")
                     self._round(trials, this, counts)
                 number += 1
-        _report(trials, counts, list(models), left_out)
+        _report(trials, counts, {"model": list(models), **axes.layouts_of(kernels)}, left_out)
 
     def _round(self, trials: Trials, this: Round, counts: Counter[tuple[str, str]]) -> None:
         random = Random(f"engines {this.number}")
         for _ in range(ENGINES):
             if not trials.go_on():
                 break
-            point, layout = axes.choose(random, axes.LAYOUTS)
+            point, layout = axes.choose(random, axes.layouts_of(this.options["kernels"]))
             via = _weighted(random, axes.ENTRY_WEIGHTS)
             with ExitStack() as stack:
                 asker = OPEN[via](stack, engine_options(this, layout), this.queries, this.expected)
@@ -119,18 +124,24 @@ def start_round(number: int, models: dict[str, str], given: dict[str, Any]) -> R
     random = Random(f"round {number}")
     model = list(models)[number % len(models)]
     point, options = axes.choose(random, axes.FORMS)
-    options = options | given | {"model": models[model], "kernels": "cpu", "max_model_len": axes.MAX_MODEL_LEN}
+    kernels = axes.kernels_of(given)
+    longer = axes.LONGER_ON_GPU if kernels == TRITON else 1
+    own = {"model": models[model], "kernels": kernels, "max_model_len": longer * axes.MAX_MODEL_LEN}
+    options = options | given | own
     if models[model] != models.get("demo", models.get("yours")):
         options["load_format"] = "dummy"
     undisturbed = build_engine(EngineConfig.from_options(**options | axes.UNDISTURBED))
-    queries = make_queries(random, undisturbed.info.vocab_size)
+    queries = make_queries(random, undisturbed.info.vocab_size, longer)
     return Round(number, {"model": model, **point}, options, undisturbed, queries)
 
 
-def make_queries(random: Random, vocab_size: int) -> list[Query]:
-    """Draw queries of every kind, with prompts of every length, some of which begin alike."""
-    prompts = [random.choices(range(3, vocab_size), k=length) for length in LENGTHS]
-    prompts += [prompts[-1][:shared] + random.choices(range(3, vocab_size), k=16) for shared in SHARED]
+def make_queries(random: Random, vocab_size: int, longer: int = 1) -> list[Query]:
+    """Draw queries of every kind, with prompts of every length, some of which begin alike.
+
+    longer: the prompts have so many times the usual lengths.
+    """
+    prompts = [random.choices(range(3, vocab_size), k=longer * length) for length in LENGTHS]
+    prompts += [prompts[-1][: longer * shared] + random.choices(range(3, vocab_size), k=16) for shared in SHARED]
     kinds = [*axes.KINDS] * len(prompts)
     random.shuffle(prompts)
     common = {"max_tokens": MAX_TOKENS, "logprobs": 3}
@@ -223,7 +234,11 @@ def _compare(
             answer = found.get((index, choice), Completion())
             point = where | {"position": position, "n": str(member.n), "request": query.kind}
             point["salt"] = member.salt or axes.SALTS[0]
-            point |= {"prefix": _prefix(answer.num_cached, len(query.prompt)), "preempted": _yes(answer.preempted)}
+            unit = BLOCK_SIZE_UNITS.get(this.options["kernels"], BLOCK_SIZE_UNIT)
+            point |= {
+                "prefix": _prefix(answer.num_cached, len(query.prompt), unit),
+                "preempted": _yes(answer.preempted),
+            }
             counts.update(point.items())
             wrong = answer.difference(this.expected[member.query, choice], member.cut)
             if wrong is not None:
@@ -232,16 +247,18 @@ def _compare(
             trials.tried()
 
 
-def _prefix(num_cached: int, length: int) -> str:
-    return "cold" if num_cached == 0 else "partial" if num_cached < (length - 1) // 16 * 16 else "warm"
+def _prefix(num_cached: int, length: int, unit: int) -> str:
+    return "cold" if num_cached == 0 else "partial" if num_cached < (length - 1) // unit * unit else "warm"
 
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _report(trials: Trials, counts: Counter[tuple[str, str]], models: list[str], left_out: dict[str, str]) -> None:
-    known = {"model": models, **axes.FORMS, **axes.LAYOUTS, **axes.CROWD_AXES}
+def _report(
+    trials: Trials, counts: Counter[tuple[str, str]], engines: dict[str, Any], left_out: dict[str, str]
+) -> None:
+    known = {**engines, **axes.FORMS, **axes.CROWD_AXES}
     missed = [f"{name}: {value}" for name, values in known.items() for value in values if not counts[name, value]]
     total = sum(map(len, known.values()))
     trials.figure("values_tried", f"{total - len(missed)} of {total} on {len(known)} axes")

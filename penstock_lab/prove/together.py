@@ -22,7 +22,7 @@ from penstock import (
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.step_client import InProcessClient
 from penstock.client.text import choose_tokenizer
-from penstock.config import SCHEDULING_POLICIES
+from penstock.config import BLOCK_SIZE_UNIT, BLOCK_SIZE_UNITS, SCHEDULING_POLICIES
 from penstock.errors import check_int
 from penstock.interface.plugins import PROCESSORS
 from penstock.runner.sampler import ALL_MASKED
@@ -216,14 +216,16 @@ class Together:
 def _open(trials: Trials) -> _Crowd:
     """Build both engines. The one for the crowd has little room, so that requests preempt each other."""
     random, subject = Random(f"engine {trials.seed}"), trials.subject
-    options: dict[str, Any] = {"kernels": "cpu", **subject.options, "model": subject.model}
+    kernels = axes.kernels_of(subject.options)
+    unit = BLOCK_SIZE_UNITS.get(kernels, BLOCK_SIZE_UNIT)
+    options: dict[str, Any] = {"kernels": kernels, **subject.options, "model": subject.model}
     alone = build_engine(EngineConfig.from_options(**{**options, **axes.UNDISTURBED, "max_num_seqs": 4}))
     longest = alone.info.max_model_len - MAX_TOKENS
     check_int("max_model_len", longest, LENGTHS[0] + 1, 2**31)
     layout = {
         "max_num_seqs": ROWS,
         "max_num_batched_tokens": random.choice([64, 256, 700]),
-        "block_size": random.choice([16, 32]),
+        "block_size": random.choice([unit, 2 * unit]),
         "scheduling_policy": random.choice(SCHEDULING_POLICIES),
         "max_stall_ms": random.choice([None, 20]),
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 5},

@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from penstock import EngineConfig, EngineError
-from penstock.config import KV_CACHE_SLICES
+from penstock.config import KV_CACHE_SLICES, TRITON
 from penstock.kernels.cpu.host import free_memory_bytes, resident_bytes
 from penstock.kernels.cpu.library import ABI
 from penstock.kernels.cpu.ops import CpuKVCache, CpuOps
@@ -26,8 +26,9 @@ from penstock.kernels.ops import PackedLinear, Packing
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT8, UINT8, Tensor, address_of, empty
 from penstock_lab.bench import available_threads
+from penstock_lab.bench.machine import KINDS
 from penstock_lab.bench.native import limit_read
-from penstock_lab.bench.samples import spread
+from penstock_lab.bench.samples import READ, spread
 from penstock_lab.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware
 from penstock_lab.planner.planned import PlannedModel
 from penstock_lab.simulator.calibrate import measure_costs
@@ -64,6 +65,10 @@ class Measurement:
     def median(self, name: str) -> float:
         return statistics.median(self.rates[name])
 
+    def spreads(self) -> dict[str, list[float | None]]:
+        """List p10 and p90 of each case, by name."""
+        return {name: [spread(rates)["p10"], spread(rates)["p90"]] for name, rates in self.rates.items()}
+
 
 def measure_machine(
     threads: int | None = None, costs: Callable[[dict[str, Any]], LinearCosts] = measure_costs
@@ -93,10 +98,35 @@ def measure_machine(
         **{f"attend_{name}_operations_per_s": rates for name, rates in attends.items()},
         "step_s": step_s,
         "sequence_s": sequence_s,
-        "spread": {name: [spread(rates)["p10"], spread(rates)["p90"]] for name, rates in found.rates.items()},
+        "spread": found.spreads(),
     }
     read_hardware(figures)
     return figures | {"unsettled": found.unsettled}
+
+
+def measure_gpu(device: str) -> dict[str, Any]:
+    """Measure the limits of a GPU, as measure_machine does those of this machine: copies, and products by cuBLAS.
+
+    Raises:
+        InvalidRequestError: there is no such GPU, or it cannot be used.
+    """
+    from penstock_lab.bench.ops import on_gpu  # which imports torch
+
+    _, limits, about = on_gpu(device)
+    kinds = dict(zip(TYPES, KINDS, strict=False))  # int4 is multiplied as int8
+    cases: dict[str, Case] = {PROBE: lambda: 1e9 * limits.probe()[READ]}
+    cases |= {f"{name} multiply": partial(lambda kind: 1e9 * limits.probe(kind)[kind], kinds[name]) for name in kinds}
+    found = measure_in_rounds(cases)
+    return {
+        "name": about["processor"][:64],
+        "source": f"copies and cuBLAS's products, measured on {device} in {len(found.rates[PROBE])} rounds",
+        "kernels": TRITON,
+        "memory_bytes": about["memory_bytes"],
+        "read_bytes_per_s": {ALL_OTHERS: found.median(PROBE)},
+        "operations_per_s": {name: found.median(f"{name} multiply") for name in kinds},
+        "spread": found.spreads(),
+        "unsettled": found.unsettled,
+    }
 
 
 def as_hardware(figures: dict[str, Any]) -> Hardware:

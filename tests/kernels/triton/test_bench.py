@@ -1,13 +1,17 @@
-"""Benchmarks of the kernels for GPUs, in Triton's interpreter, by a clock that is not a device's."""
+"""Benchmarks of GPUs and of the kernels for them, in Triton's interpreter, by a clock that is not a device's."""
+
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="an extra")
 
+from penstock.cli.main import main
 from penstock.errors import InvalidRequestError
 from penstock.kernels.metadata import Heads
 from penstock_lab.bench import attention, device, machine, ops, products
 from penstock_lab.bench.samples import READ
+from penstock_lab.planner.machines import load_hardware, this_file
 from tests.kernels.triton.compare import DEVICE
 from tests.lab.bench.test_forms import silent
 
@@ -47,3 +51,23 @@ def test_kernels_beside_the_limits(small: None) -> None:
     assert rows["attend_decode", "int8", 1]["slices"] == 2
     with pytest.raises(InvalidRequestError, match=r"dtype: .*left out with device = cuda"):
         ops.Selection(dtypes=("q4_0",), device="cuda")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a clock of its own")
+def test_a_plan_for_what_was_measured(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against rates in 10^9 per second, a GPU's file in the place of this machine's, and a plan for a CPU."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["bench", "machine", "--device", "cuda:1"]) == 0
+    assert "float32" in capsys.readouterr().out
+    assert [path.name for path in this_file().parent.iterdir()] == ["cuda-1.yaml"]
+    measured = load_hardware(str(this_file("cuda:1")))
+    assert measured.kernels == "triton"
+    assert measured.read_bytes_per_s == {"other": 2 * 2**12 / TICK}
+    assert measured.operations_per_s == dict.fromkeys(("float32", "bfloat16", "int8"), 2 * 32**3 / TICK)
+    assert main(["plan", "demo", "--json", "--hardware", str(this_file("cuda:1"))]) == 0
+    assert "scratch" in capsys.readouterr().out  # memory between kernels, which only GPUs have
+    for arguments, said in ((["--device", "cuda", "--threads", "2"], "threads:"), (["--device", "gpu"], "device:")):
+        assert main(["bench", "machine", *arguments]) == 2
+        assert said in capsys.readouterr().err

@@ -26,11 +26,16 @@ from penstock.kernels.triton.ops import TritonOps
 from penstock.kernels.triton.programs import TritonProgram
 from penstock.layers.module import named_modules
 from penstock.layers.weights import Embedding, WeightLayer
+from penstock_lab.check import run
+from penstock_lab.check.proofs import Setting
+from penstock_lab.check.run import Options, check_model
 from penstock_lab.planner.fit import Budget
 from penstock_lab.planner.machines import Hardware
 from penstock_lab.planner.planned import PlannedModel
 from penstock_lab.planner.report import fitter_of
+from penstock_lab.prove import axes, same_bits
 from penstock_lab.prove.every_draft import EveryDraft
+from penstock_lab.prove.proof import Outcome, Subject, Trials
 from tests.families.case import all_cases
 from tests.hf_models import Made, random_ids
 from tests.lab.planner.test_plan import GEMMA, LLAMA, MIXTRAL
@@ -291,3 +296,47 @@ def test_options(name: str, llama: Made) -> None:
         other = reference.generate(prompts[:1], GREEDY)[0].outputs[0]
         assert outputs[0].outputs[0].token_ids == other.token_ids
         assert outputs[0].outputs[0].cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=0.1)
+
+
+def test_a_check_of_a_model(llama: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards against a check whose caches have blocks that a GPU does not read, or whose prompts fill none of them."""
+    settings: list[Setting] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(run, "make_prompts", lambda length, size: (random_ids(130, 0, size),))
+    monkeypatch.setattr(run, "prove", lambda setting: (settings.append(setting), ())[1])  # engines take minutes
+    report = check_model(Options(model=str(llama[1]), kernels="triton", dtype="bfloat16"))
+    assert report.passed, report
+    assert report.kernels == device.name_of("cpu")
+    assert report.prompt_len > 128
+    assert report.remarks == ("not tested: rings, which no layer has on a GPU",)
+    assert settings[0].layouts()["blocks of 512 = blocks of 128"] == {"block_size": 512}
+
+
+def test_the_proof_of_the_same_bits(llama: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a proof that computes on the CPU, asks for blocks that a GPU does not have, or finds no prefix."""
+    for name, value in (("LENGTHS", (2, 66)), ("SHARED", (65,)), ("MAX_TOKENS", 2), ("ENGINES", 1), ("MAX_DELAY", 1)):
+        monkeypatch.setattr(same_bits, name, value)
+    monkeypatch.setattr(axes, "CROWDS", (3,))
+    monkeypatch.setattr(axes, "ENTRY_WEIGHTS", {"offline": 1})
+    monkeypatch.setattr(axes, "DISTURBANCES", ("none",))
+    monkeypatch.setattr(axes, "SALTS", ("none", None))
+    monkeypatch.setattr(axes, "CHOICES", {1: 1})
+    monkeypatch.setattr(axes, "KINDS", {name: axes.KINDS[name] for name in ("greedy", "temperature 1")})
+    monkeypatch.setattr(axes, "FORMS", {"weights": {"bfloat16": {"dtype": "bfloat16"}}})
+    layouts = axes.LAYOUTS_ON_GPU | {"chunk": {"64": {"max_num_batched_tokens": 64}}, "speculation": {"off": {}}}
+    layouts |= {"prefixes": {"kept": {}}, "blocks": {"of 128": layouts["blocks"]["of 128"]}}
+    monkeypatch.setattr(axes, "LAYOUTS_ON_GPU", layouts)
+    kernels = []
+    build = same_bits.build_engine
+    monkeypatch.setattr(
+        same_bits, "build_engine", lambda config: (kernels.append(config.numerics.kernels), build(config))[1]
+    )
+    outcome = Outcome("same-bits", "", "comparisons")
+    subject = Subject(str(llama[1]), {"kernels": "triton"})
+    same_bits.SameBits().run(Trials(subject, outcome, goal=9, seconds=600.0, seed=0))
+    assert outcome.passed, outcome
+    assert kernels == ["triton"]
+    tried = outcome.details["comparisons"]
+    assert tried["blocks: of 128"] == outcome.tried
+    assert tried.get("prefix: warm", 0) + tried.get("prefix: partial", 0)
+    assert "threads" in outcome.figures["left_out"]
