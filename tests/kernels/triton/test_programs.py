@@ -71,7 +71,7 @@ def test_programs_have_the_bits_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> 
         else:
             found = program.run([meta])
         with monkeypatch.context() as patch:
-            patch.setattr(programs, "ROWS", ())  # no step is recorded: no form is shared
+            patch.setattr(programs, "PROGRAM_ROWS", ())  # no step is recorded: no form is shared
             patch.setattr(work, "STATES_BYTES", 1)
             expected = plain.forward([plain.plan(new, padding)])
         assert torch.equal(bits(found[: 2 - padding]), bits(expected[: 2 - padding])), number
