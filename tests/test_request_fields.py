@@ -94,6 +94,8 @@ def test_only_allowed_tokens_are_chosen(made: tuple[PreTrainedModel, LLM]) -> No
     (alone,) = asked(llm, {"temperature": 0.0, "allowed_token_ids": allowed, "logprobs": -1})  # all rows are scored
     for found in (at, (alone.outputs[0].logprobs or [{}])[0]):
         assert sum(np.exp(entry.logprob) for entry in found.values()) == pytest.approx(1.0, abs=1e-5)
+        assert len(found) > len(allowed)
+        assert all(np.isfinite(entry.logprob) for entry in found.values())  # also of those that are not allowed
 
 
 @pytest.mark.parametrize(("fields", "kept"), [

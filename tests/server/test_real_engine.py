@@ -286,6 +286,16 @@ def test_ten_calls_over_four_apis(served: Served) -> None:
     assert num_calls >= 10
 
 
+def test_the_best_of_several(served: Served) -> None:
+    """Guards against best_of that returns the least likely answers, or the first ones."""
+    call: dict[str, Any] = {"model": "demo", "prompt": "Once", "max_tokens": 12, "seed": 5, "logprobs": 0}
+    every = served.openai.completions.create(**call, n=6).choices
+    best = served.openai.completions.create(**call, n=2, best_of=6).choices
+    likely = sorted(every, key=lambda choice: sum(choice.logprobs.token_logprobs), reverse=True)
+    assert [choice.text for choice in best] == [choice.text for choice in likely[:2]]
+    assert [choice.text for choice in best] != [choice.text for choice in every[:2]]
+
+
 def test_sigterm_ends_it_with_0(served: Served) -> None:
     """Guards against an engine process that outlives its server. (The last test: it ends the shared process.)"""
     engine_pid = served.status()["engine"]["pid"]
