@@ -395,7 +395,7 @@ class ModelPool:
             model.phase, model._is_estimate, model.num_loads = Phase.AWAKE, False, model.num_loads + 1
             model.need = model.held = model.copies * sum(model._client.status().planned_memory.values()) or model.need
             model._is_closing = False
-            self._grant(model)  # first, so that nobody takes its memory before they had it
+            self._grant(model)  # first, so that no other model takes its memory before
             LOGGER.info("%s is loaded (%.1f s); %s", model.name, time.monotonic() - began, self)
         self._end_task(model)
         self._schedule_sleep(model)

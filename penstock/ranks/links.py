@@ -79,7 +79,7 @@ class NoLinks:
         raise AssertionError("a part that is only counted does not compute")
 
     def check(self) -> None:
-        """Find that nobody has ended."""
+        """Do nothing: no other rank is there that could have ended."""
 
 
 class HostLinks:
