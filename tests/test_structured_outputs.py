@@ -374,7 +374,8 @@ def test_requests_wait_while_their_forms_are_compiled() -> None:
         rejected = frames.unpack_from_engine(frames.receive(ours) or b"")
         assert isinstance(rejected, frames.Rejected)
         assert (rejected.request_id, rejected.param) == ("wrong", "structured_outputs")
-        assert added == ["plain", "fine", "reused"]
+        assert added[0] == "plain"
+        assert sorted(added[1:]) == ["fine", "reused"]  # two threads compile: either may be first
         ask("again", "a")  # its form is known
     assert added[-1] == "again"
     assert inbox.empty()
