@@ -182,12 +182,7 @@ class MockExecutor:
             return self._score(row, window)
         for draft in [*drafts, None]:
             token = next_token(
-                row.token_ids,
-                self.vocab_size,
-                window=window,
-                params=row.params,
-                choice=row.choice,
-                adapter=row.adapter,
+                row.token_ids, self.vocab_size, window=window, params=row.params, choice=row.choice, adapter=row.adapter
             )
             row.token_ids.append(token)
             found.append(token)

@@ -12,14 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from penstock import (
-    LLM,
-    InvalidRequestError,
-    ModelLoadError,
-    PoolingParams,
-    RequestFailedError,
-    SamplingParams,
-)
+from penstock import LLM, InvalidRequestError, ModelLoadError, PoolingParams, RequestFailedError, SamplingParams
 from penstock.errors import NotSupportedError
 from penstock.interface.pooling import MAX_POOLED_BYTES, PoolerConfig
 from penstock.models.config_json import parse_model_config

@@ -26,14 +26,7 @@ LONG_FILE = 700  # lines
 LONG_FUNCTION = 70
 WIDE_SIGNATURE = 8  # parameters without self and cls
 
-NO_CODE = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-)
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 Arrows = dict[tuple[str, str], set[str]]
 

@@ -43,11 +43,7 @@ class _Engine(Engine):
         from penstock.interface.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=0.0,
-            max_tokens=output,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
         record.start()
         for stream, answer in self._llm.stream([{"prompt_token_ids": prompt} for prompt in prompts], params):

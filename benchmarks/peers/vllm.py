@@ -155,11 +155,7 @@ class _Engine(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=0.0,
-            max_tokens=output,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
         record.start()
         streams = {}

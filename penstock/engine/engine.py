@@ -22,13 +22,7 @@ from penstock.interface.messages import AdapterInfo, EngineOutput, EngineRequest
 from penstock.interface.outputs import FinishReason
 from penstock.interface.plugins import check_registered
 from penstock.interface.sampling_params import SamplingParams
-from penstock.interface.step import (
-    Executor,
-    RequestStepOutput,
-    ScheduledRequest,
-    SchedulerOutput,
-    num_rejected_drafts,
-)
+from penstock.interface.step import Executor, RequestStepOutput, ScheduledRequest, SchedulerOutput, num_rejected_drafts
 
 MAX_FAILED_STEPS = 3  # in a row that blame a request, or cannot be planned: the engine is then broken
 

@@ -37,12 +37,7 @@ class Request:
     """
 
     def __init__(
-        self,
-        source: EngineRequest,
-        arrival: int,
-        max_model_len: int,
-        now: float = 0.0,
-        adapter: Adapter | None = None,
+        self, source: EngineRequest, arrival: int, max_model_len: int, now: float = 0.0, adapter: Adapter | None = None
     ) -> None:
         self.request_id = self.source_id = source.request_id
         self.params = source.params

@@ -276,14 +276,7 @@ class Norm(Vector):
     """Base of the norms. They compute the norm alone, or together with the addition before it."""
 
     def __init__(
-        self,
-        ops: Ops,
-        shape: tuple[int, ...],
-        eps: float,
-        out: Slot,
-        *,
-        unit_offset: bool = False,
-        factor: float = 1.0,
+        self, ops: Ops, shape: tuple[int, ...], eps: float, out: Slot, *, unit_offset: bool = False, factor: float = 1.0
     ) -> None:
         """unit_offset: the stored weight is the difference from 1. factor: of the weight, in float32."""
         super().__init__(ops, shape)

@@ -48,15 +48,7 @@ from penstock.server.openai_requests import (
     Tool,
 )
 from penstock.tokenizer.answer_formats import ReasoningFormat, ToolFormat, reasoning_format_of, tool_format_of
-from penstock.tokenizer.answers import (
-    AnswerParser,
-    Calls,
-    Function,
-    answer_grammar,
-    is_within,
-    literal,
-    thinking_ids,
-)
+from penstock.tokenizer.answers import AnswerParser, Calls, Function, answer_grammar, is_within, literal, thinking_ids
 from penstock.tokenizer.chat_template import takes_several_calls
 from penstock.tokenizer.fill_in import fill_in_of
 from penstock.tokenizer.template_variables import KWARGS, check_template_kwargs

@@ -306,11 +306,7 @@ def _tool_fields(body: CountRequest) -> dict[str, Any]:
 
 
 def thinking_fields(
-    context: ServerContext,
-    thinking: str | None,
-    effort: str | None,
-    kwargs: Mapping[str, Any] | None,
-    refused: str,
+    context: ServerContext, thinking: str | None, effort: str | None, kwargs: Mapping[str, Any] | None, refused: str
 ) -> dict[str, Any]:
     """Find the fields of a chat that turn reasoning on or off, for templates that have a switch or levels.
 

@@ -165,10 +165,7 @@ class _Shown(Collector):
     """The metrics of other registries that a reader may see, with labels, without the times of their making."""
 
     def __init__(
-        self,
-        parts: Sequence[tuple[dict[str, str], CollectorRegistry]],
-        names: Mapping[str, str],
-        reader: str | None,
+        self, parts: Sequence[tuple[dict[str, str], CollectorRegistry]], names: Mapping[str, str], reader: str | None
     ) -> None:
         self._parts, self._names, self._reader = parts, names, reader
 

@@ -244,9 +244,7 @@ def read_rope(
     theta = read.number("rope_theta", 1.001, MAX_SIZE, default_theta)
     context = read.integer("original_max_position_embeddings", 2, MAX_SIZE, original_context or max_position_embeddings)
     plain = RopeConfig(
-        theta=theta,
-        partial_rotary_factor=_read_partial(read, partial_rotary),
-        original_max_position_embeddings=context,
+        theta=theta, partial_rotary_factor=_read_partial(read, partial_rotary), original_max_position_embeddings=context
     )
     if read.has("rope_parameters") and read.has("rope_scaling"):
         raise read.fail("rope_scaling", "absent beside rope_parameters")

@@ -21,17 +21,7 @@ from penstock.tokenizer.answer_formats import (
     reasoning_format_of,
     tool_format_of,
 )
-from penstock.tokenizer.answer_reader import (
-    ANY_WORD,
-    IS_STRING,
-    MARK,
-    Functions,
-    Kind,
-    Part,
-    Reader,
-    Steps,
-    types_of,
-)
+from penstock.tokenizer.answer_reader import ANY_WORD, IS_STRING, MARK, Functions, Kind, Part, Reader, Steps, types_of
 
 if TYPE_CHECKING:
     from penstock.tokenizer.tokenizer import Tokenizer

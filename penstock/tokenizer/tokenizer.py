@@ -205,11 +205,7 @@ def _call_of(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": arguments}
 
 
-def render_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    **options: Any,
-) -> RenderedChat:
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
     """Render a conversation. options: those of ChatTemplate.render. Only the template writes control tokens.
 
     Raises:

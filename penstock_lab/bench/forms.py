@@ -58,11 +58,7 @@ class _Run:
 
 
 def measure_forms(
-    options: dict[str, Any],
-    contest: FormContest,
-    *,
-    announce: Callable[[ModelInfo], None],
-    progress: Progress,
+    options: dict[str, Any], contest: FormContest, *, announce: Callable[[ModelInfo], None], progress: Progress
 ) -> dict[str, Any]:
     """Build an engine from EngineConfig options and return the figures.
 

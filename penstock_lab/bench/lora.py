@@ -45,11 +45,7 @@ class LoraContest:
 
 
 def measure_lora(
-    options: dict[str, Any],
-    contest: LoraContest,
-    *,
-    announce: Callable[[ModelInfo], None],
-    progress: Progress,
+    options: dict[str, Any], contest: LoraContest, *, announce: Callable[[ModelInfo], None], progress: Progress
 ) -> dict[str, Any]:
     """Build both engines from EngineConfig options and return the figures. Only steps that decode for all are timed.
 

@@ -140,11 +140,7 @@ def measure_ops(selection: Selection, *, progress: Progress) -> dict[str, Any]:
             rows.extend(case.measure(backends, limits))
             gc.collect()
             advance(1)
-    return {
-        "machine": {**limits.figures(), **about},
-        "torch": torch.__version__,
-        "rows": rows,
-    }
+    return {"machine": {**limits.figures(), **about}, "torch": torch.__version__, "rows": rows}
 
 
 def _on_cpu(selection: Selection) -> tuple[dict[torch.dtype, Any], MachineLimits, dict[str, Any]]:

@@ -108,11 +108,7 @@ class _Run:
 
 
 def measure_speculation(
-    options: dict[str, Any],
-    contest: Contest,
-    *,
-    announce: Callable[[ModelInfo], None],
-    progress: Progress,
+    options: dict[str, Any], contest: Contest, *, announce: Callable[[ModelInfo], None], progress: Progress
 ) -> dict[str, Any]:
     """Build an engine from EngineConfig options, which include a speculative_config, and return the figures.
 

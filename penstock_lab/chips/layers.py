@@ -15,16 +15,7 @@ import numpy as np
 from penstock.kernels.ops import Ops, Packing, RowSource, TensorRows
 from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array, tree_sum
 from penstock.layers.factory import LayerFactory
-from penstock.layers.weights import (
-    ActivatedLinear,
-    GatedLinear,
-    LayerNorm,
-    Linear,
-    LinearSpec,
-    LMHead,
-    RMSNorm,
-    whole,
-)
+from penstock.layers.weights import ActivatedLinear, GatedLinear, LayerNorm, Linear, LinearSpec, LMHead, RMSNorm, whole
 from penstock.weights.loader import Place
 from penstock_lab.chips.device import Work
 from penstock_lab.chips.machine import Machine, Site

@@ -186,14 +186,7 @@ class RingCache(PlainCache):
     """
 
     def __init__(
-        self,
-        batch_size: int,
-        num_kv_heads: int,
-        size: int,
-        head_dim: int,
-        *,
-        unroll: bool = False,
-        lazy: bool = False,
+        self, batch_size: int, num_kv_heads: int, size: int, head_dim: int, *, unroll: bool = False, lazy: bool = False
     ) -> None:
         self._size, self._unroll, self._lazy = size, unroll, lazy
         self._pending: Tensor | None = None  # [2, B, n, Hkv, D], the new tokens that are not stored yet

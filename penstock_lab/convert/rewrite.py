@@ -37,11 +37,7 @@ from penstock.weights.hub import resolve_model
 from penstock.weights.packed import find_packed, read_info
 from penstock.weights.rows import PIECE_BYTES, RoundedRows, read_rows, tensor_rows
 from penstock.weights.safetensors import FLOATS, INDEX, SINGLE, TYPES, num_bytes, pack_header
-from penstock.weights.sources import (
-    FORMS,
-    CheckpointSource,
-    open_checkpoint_source,
-)
+from penstock.weights.sources import FORMS, CheckpointSource, open_checkpoint_source
 
 COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
               "merges.txt", "tekken.json", "chat_template*", "*.jinja")  # fmt: skip

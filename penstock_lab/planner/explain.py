@@ -205,10 +205,7 @@ def as_text(name: str, found: dict[str, Any]) -> str:
     if drawn:
         lines.append(f"in the window: {padding['in_window']}")
     length = found["chunks"][-1]["tokens"][0]
-    lines += [
-        "",
-        f"a prompt of {length} tokens in chunks, and the next token: columns are cached, then new tokens",
-    ]
+    lines += ["", f"a prompt of {length} tokens in chunks, and the next token: columns are cached, then new tokens"]
     for item in found["chunks"]:
         (start, end), cached = item["tokens"], item["cached"]
         what = f"tokens {start} to {end - 1}" if end - start > 1 else f"token {start}"

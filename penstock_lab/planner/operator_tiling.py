@@ -196,14 +196,7 @@ def workspace(call: OperatorCall, num_cores: int, keys: int, splits: int) -> dic
 
 
 def encode_tiling_key(
-    layout: str,
-    types: tuple[str, str, str],
-    *,
-    perf_mode: str,
-    split: bool,
-    paged: bool,
-    per_token: bool,
-    prefix: bool,
+    layout: str, types: tuple[str, str, str], *, perf_mode: str, split: bool, paged: bool, per_token: bool, prefix: bool
 ) -> int:
     """Encode the parameters of a template. types: of query, cache and output.
 

@@ -55,11 +55,7 @@ def copies_of(engine: Engine) -> int:
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
-GROUPS = [
-    CacheGroup((0,), None, 7, 16),
-    CacheGroup((1,), 20, 7, 16),
-    CacheGroup((2,), 20, 5, 32, ring=True),
-]
+GROUPS = [CacheGroup((0,), None, 7, 16), CacheGroup((1,), 20, 7, 16), CacheGroup((2,), 20, 5, 32, ring=True)]
 
 
 @dataclass
@@ -317,8 +313,7 @@ def test_a_beam_that_fails_ends_its_search_alone(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"output_token_ids": [5]}, "cannot be resumed"), ({"n": 20}, "more than the 10 tokens")],
+    ("options", "message"), [({"output_token_ids": [5]}, "cannot be resumed"), ({"n": 20}, "more than the 10 tokens")]
 )
 def test_what_an_engine_cannot_search(options: dict[str, Any], message: str) -> None:
     """Guards against a search that is resumed without its beams, or cannot fill them."""

@@ -1,13 +1,6 @@
 """OLMo 2, OLMo 3 and EXAONE 4: norms behind the branches, and of q and k."""
 
-from transformers import (
-    Exaone4Config,
-    Exaone4ForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-)
+from transformers import Exaone4Config, Exaone4ForCausalLM, Olmo2Config, Olmo2ForCausalLM, Olmo3Config, Olmo3ForCausalLM
 
 from tests.families.case import Case
 

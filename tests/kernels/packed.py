@@ -142,12 +142,7 @@ class Native:
         self.library.penstock_context_free(self.context)
 
     def linear(
-        self,
-        packed: Packed,
-        x: torch.Tensor,
-        *,
-        out_dtype: torch.dtype = torch.float32,
-        activation: str | None = None,
+        self, packed: Packed, x: torch.Tensor, *, out_dtype: torch.dtype = torch.float32, activation: str | None = None
     ) -> torch.Tensor:
         """x [M, k] -> [M, n] or, gated and with an activation, [M, n / 2]."""
         columns = packed.weight.n // 2 if packed.weight.gated and activation else packed.weight.n

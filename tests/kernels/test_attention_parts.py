@@ -13,14 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec
 from penstock.kernels.reference import ReferenceOps, attention
-from penstock.kernels.reference.attention import (
-    Part,
-    ReferenceKVCache,
-    Scoring,
-    attend_part,
-    finish,
-    fold,
-)
+from penstock.kernels.reference.attention import Part, ReferenceKVCache, Scoring, attend_part, finish, fold
 from penstock_lab.conventions.tiled_attention import attend_tiles, combine
 
 torch.set_num_threads(1)

@@ -272,10 +272,7 @@ def test_the_bubble_of_a_pipeline_on_chips(tmp_path: Path, micro_batches: int, t
         ([*RUN, "--micro-batches", "33"], "--micro-batches: 33 is not allowed"),
         (["--run"], "run: it needs a --placement"),
         ([*RUN, "--hidden-size", "60"], "--hidden-size: 60 is not allowed"),
-        (
-            [*RUN, "--quantization", "int8"],
-            "quantization: simulated chips",
-        ),
+        ([*RUN, "--quantization", "int8"], "quantization: simulated chips"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(

@@ -528,11 +528,7 @@ def test_numbers_that_follow_from_other_keys() -> None:
             {"text_config": QWEN3_VL["text_config"] | {"magic": 1}},
             """text_config: magic = 1 is unknown.*'{"text_config": {"magic": null}}'""",
         ),
-        (
-            MISTRAL_SMALL_31,
-            {"text_config": {"model_type": "mistral4"}},
-            "mistral4' is not supported in Mistral3For",
-        ),
+        (MISTRAL_SMALL_31, {"text_config": {"model_type": "mistral4"}}, "mistral4' is not supported in Mistral3For"),
         (MISTRAL_SMALL_31, {"text_config": 5}, "text_config = 5 must be an object"),
         (GRANITE4_MICRO, {"layer_types": ["mamba"] * 39 + ["attention"]}, "layer_types.*mamba layers are not support"),
         (

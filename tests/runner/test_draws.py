@@ -69,10 +69,7 @@ EXACT: dict[str, tuple[dict[str, Any], np.ndarray]] = {
     "typical": ({"typical_p": 0.6}, of_kept(typical(0.6))),
     "epsilon": ({"epsilon_cutoff": 0.03, "temperature": 1.0}, of_kept(P >= 0.03)),
     "eta": ({"eta_cutoff": 0.1}, of_kept(min(0.1, np.sqrt(0.1) * np.exp(-ENTROPY)) <= P)),
-    "XTC": (
-        {"xtc_probability": 0.4, "xtc_threshold": 0.08},
-        0.4 * of_kept(without_top_choices(0.08)) + 0.6 * P,
-    ),
+    "XTC": ({"xtc_probability": 0.4, "xtc_threshold": 0.08}, 0.4 * of_kept(without_top_choices(0.08)) + 0.6 * P),
     "mirostat": ({"mirostat": 2, "mirostat_tau": 1.7}, of_kept(-np.log2(P) <= 3.4)),
     "DRY": ({"dry_multiplier": 0.8}, repeated_less()),
     "suppressed": ({"suppress_tokens": ORDER[:2].tolist()}, of_kept(~np.isin(np.arange(VOCAB), ORDER[:2]))),

@@ -36,11 +36,7 @@ CASES: list[tuple[str, str, str]] = [
         "- a\n\n    ```\n    b\n      c\n    ```\n- d",
         "<ul><li><p>a</><code>b\n  c\n</></><li><p>d</></></>",
     ),
-    (
-        "code between the items of a list",
-        "1. a\n\n```\nb\n```\n\n2. c",
-        "<ol><li>a</></><code>b\n</><ol 2><li>c</></>",
-    ),
+    ("code between the items of a list", "1. a\n\n```\nb\n```\n\n2. c", "<ol><li>a</></><code>b\n</><ol 2><li>c</></>"),
     ("code by its depth", "a\n\n    b\n    c", "<p>a</><code>b\nc\n</>"),
     (
         "a table",

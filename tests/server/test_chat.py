@@ -37,16 +37,7 @@ def prompt_of(body: dict[str, Any]) -> str:
 def test_exact_shape() -> None:
     """Guards against a field too many, too few or misspelt."""
     answer = chat({})
-    assert set(answer) == {
-        "id",
-        "object",
-        "created",
-        "model",
-        "system_fingerprint",
-        "choices",
-        "usage",
-        "seed",
-    }
+    assert set(answer) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage", "seed"}
     choice = answer["choices"][0]
     assert set(choice) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
     assert set(choice["message"]) == {"role", "content", "refusal"}
@@ -139,14 +130,7 @@ def test_fields_beside_a_text_are_refused(name: str) -> None:
     assert prompt_of({"messages": [{"role": "user", "content": [{**part, name: None}]}]}).startswith("<user>Look")
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"modalities": ["audio"]},
-        {"echo": True},
-        {"audio": {}},
-    ],
-)
+@pytest.mark.parametrize("field", [{"modalities": ["audio"]}, {"echo": True}, {"audio": {}}])
 def test_planned_fields_are_refused_by_name(field: dict[str, Any]) -> None:
     """Guards against accepting what is not built: an answer that looks right and is not what was asked for."""
     (name,) = field

@@ -33,16 +33,7 @@ def chunks(path: str, body: dict[str, Any], fake: FakeEngineClient | None = None
 def test_exact_shape() -> None:
     """Guards against a field too many, too few or misspelt."""
     answer = complete({"prompt": "a"})
-    assert set(answer) == {
-        "id",
-        "object",
-        "created",
-        "model",
-        "system_fingerprint",
-        "choices",
-        "usage",
-        "seed",
-    }
+    assert set(answer) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage", "seed"}
     assert set(answer["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "stop_reason"}
     assert answer["id"].startswith("cmpl-")
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}

@@ -294,10 +294,7 @@ def test_keys_and_errors(server: RunningServer, client: Any) -> None:
     assert caught.value.response.headers["retry-after"] == "2"
     server.client.overload = None
     server.client.behaviour = Behaviour(fail_at=4, failure=RequestFailedError("it broke"))
-    with (
-        client.messages.stream(**ASKED) as stream,
-        pytest.raises(anthropic.APIStatusError, match="it broke") as failed,
-    ):
+    with client.messages.stream(**ASKED) as stream, pytest.raises(anthropic.APIStatusError, match="it broke") as failed:
         for _ in stream:
             pass
     assert failed.value.type == "api_error"

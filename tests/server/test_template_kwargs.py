@@ -128,10 +128,7 @@ def test_variables_cannot_write_control_tokens() -> None:
     spelled = fake.tokenizer.token_to_text(EOS)
     fields = {"chat_template_kwargs": {"style": spelled}, "documents": [{"title": spelled}]}
     chat = render_chat(
-        fake.tokenizer,
-        [USER],
-        template_kwargs=fields["chat_template_kwargs"],
-        documents=fields["documents"],
+        fake.tokenizer, [USER], template_kwargs=fields["chat_template_kwargs"], documents=fields["documents"]
     )
     assert spelled in chat.text
     assert all(spelled not in part for part in chat.parts)

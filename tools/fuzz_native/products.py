@@ -15,10 +15,7 @@ from penstock.kernels.tensors import BFLOAT16, FLOAT32, INT64, NAMES, Array, Arr
 from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz, same_bits
 
 NOT_QUANTISABLE = ABI.constants["STATUS_NOT_QUANTISABLE"]
-ACTIVATIONS = {
-    ABI.constants["ACT_NONE"]: lambda x: x,
-    ABI.constants["ACT_SILU"]: lambda x: x / (1 + np.exp(-x)),
-}
+ACTIVATIONS = {ABI.constants["ACT_NONE"]: lambda x: x, ABI.constants["ACT_SILU"]: lambda x: x / (1 + np.exp(-x))}
 OTHER_ACTIVATIONS = [ABI.constants[f"ACT_{name}"] for name in ("GELU", "GELU_TANH", "CLAMPED_SILU", "RELU2")]
 CODINGS = (
     Coding("Q4_1", 4, mins=True),

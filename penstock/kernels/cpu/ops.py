@@ -32,13 +32,7 @@ from penstock.kernels.cpu.calls import (
     rows_of,
     type_code,
 )
-from penstock.kernels.cpu.library import (
-    ABI,
-    PenstockAttentionStep,
-    PenstockCache,
-    PenstockSampling,
-    check_status,
-)
+from penstock.kernels.cpu.library import ABI, PenstockAttentionStep, PenstockCache, PenstockSampling, check_status
 from penstock.kernels.cpu.packed import (
     FLOAT_KINDS,
     CpuLinear,

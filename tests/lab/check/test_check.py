@@ -68,11 +68,7 @@ def test_what_was_changed_is_named(family: str, tmp_path: Path, capsys: pytest.C
             "model.layers.0.self_attn attention (rotary, mask, scale)",
             "rotary tables differ (base or scaling)",
         ),
-        (
-            lambda c: c.update(hidden_act="gelu"),
-            "model.layers.0.mlp.gate_up_proj activation",
-            "activation function",
-        ),
+        (lambda c: c.update(hidden_act="gelu"), "model.layers.0.mlp.gate_up_proj activation", "activation function"),
     ]
     for change, layer, cause in changes:
         code, report = check(capsys, str(directory), "--against", str(edited(directory, change)))

@@ -48,13 +48,7 @@ def tiling(q: Tensor, k: Any, v: Any, **options: Any) -> Tiling:
 
 
 def formula(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    hidden: Tensor | None = None,
-    pse: Tensor | None = None,
-    before: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, *, hidden: Tensor | None = None, pse: Tensor | None = None, before: bool = True
 ) -> tuple[Tensor, Tensor]:
     """BNSD in float64; hidden [B, S] -> rows [B, N, 1, D], lse [B, N, 1, 1]."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

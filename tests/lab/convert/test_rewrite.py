@@ -34,9 +34,7 @@ QKV = [["q_proj", "k_proj", "v_proj"]]
 # Llama's parameters, held as other families hold theirs.
 HELD: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {},
-    "interleaved": {
-        "self_attn.qkv_proj": {"from": {"names": ["query_key_value"], "order": "kv_group"}, "or": QKV},
-    },
+    "interleaved": {"self_attn.qkv_proj": {"from": {"names": ["query_key_value"], "order": "kv_group"}, "or": QKV}},
     "transposed": {
         "self_attn.qkv_proj": {"from": {"names": ["c_attn"], "transposed": True}, "or": QKV},
         "self_attn.o_proj": {"from": {"names": ["out_t"], "transposed": True}},
@@ -46,9 +44,7 @@ HELD: dict[str, dict[str, dict[str, Any]]] = {
         },
         "mlp.down_proj": {"from": {"names": ["c_proj"], "transposed": True}},
     },
-    "paired": {
-        "self_attn.qkv_proj": {"from": {"names": ["wq", "wk", "wv"], "order": "rotary_pairs"}, "or": QKV},
-    },
+    "paired": {"self_attn.qkv_proj": {"from": {"names": ["wq", "wk", "wv"], "order": "rotary_pairs"}, "or": QKV}},
 }
 
 
