@@ -10,7 +10,6 @@ from typing import Any, cast
 from penstock.assembly.drafts import Draft, find_draft, make_speculation
 from penstock.assembly.info import describe, with_memory
 from penstock.assembly.memory import CachePlan, Ledger, MemoryPlan, plan_given_cache, plan_kv_cache
-from penstock.assembly.offload import check_offload, make_store
 from penstock.assembly.sizes import model_sizes
 from penstock.assembly.streaming import as_served
 from penstock.config import LIMITS, TRITON, EngineConfig
@@ -50,6 +49,7 @@ from penstock.ranks.build import (
 from penstock.ranks.launcher import open_launcher
 from penstock.ranks.links import NoLinks
 from penstock.ranks.sharding import Share
+from penstock.runner.block_store import check_offload, make_store
 from penstock.runner.forward_pass import ForwardPass
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig

@@ -27,12 +27,12 @@ from typing import Any
 import httpx
 import msgspec
 
-from penstock.assembly.offload import open_files
 from penstock.client.admission import Router, block_hashes
 from penstock.client.open_requests import OpenRequest
 from penstock.errors import PenstockError
 from penstock.interface.kv_transfer import MAX_BATCH, KVTransferOptions, Progress, RemotePrefillStatus
 from penstock.interface.messages import BlockDirectory, EngineRequest, ModelInfo
+from penstock.runner.block_store import open_files
 
 LOGGER = logging.getLogger("penstock")
 CONNECT_S = 2.0

@@ -17,8 +17,7 @@ from penstock.kernels.tensors import FLOAT32, Array, Slot, Tensor, as_array, tre
 from penstock.layers.factory import LayerFactory
 from penstock.layers.weights import ActivatedLinear, GatedLinear, LayerNorm, Linear, LinearSpec, LMHead, RMSNorm, whole
 from penstock.weights.loader import Place
-from penstock_lab.chips.device import Work
-from penstock_lab.chips.machine import Machine, Site
+from penstock_lab.chips.machine import Machine, Site, Work
 from penstock_lab.chips.ops import NORMS, ElementsOnChips, PlacedOps
 from penstock_lab.chips.parts import Part, parts_of
 from penstock_lab.planner.placement import ATTEND, LAYER, WEIGHT_BYTES, operation_of

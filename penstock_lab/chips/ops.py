@@ -16,8 +16,7 @@ from penstock.kernels.attention.items import first_seen
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, KVCache, own
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Array, Int64, Tensor, as_array
-from penstock_lab.chips.device import Work
-from penstock_lab.chips.machine import Site
+from penstock_lab.chips.machine import Site, Work
 from penstock_lab.chips.parts import Heads, Range, share
 from penstock_lab.planner.placement import WEIGHT_BYTES
 

@@ -5,7 +5,7 @@ One new token of each of B sequences attends to the keys of its own sequence:
     softmax((q k + pse) * scale, hidden where the mask is true) v
 
 `incre_flash_attention` computes it, `incre_flash_tiling` decides beforehand what the operator's document has decided on
-the host: template, split, cores, workspace and tiling key (planner/operator_tiling.py). Importing this module registers
+the host: template, split, cores, workspace and tiling key (planner/operator.py). Importing this module registers
 `torch.ops.penstock.incre_flash_attention`, which takes the same arguments under the names and numbers of that
 operator's PyTorch binding. The engine itself uses Ops.attend.
 
@@ -38,7 +38,7 @@ from penstock_lab.conventions.incre_flash_arithmetic import (
     attend_native,
     native_obstacle,
 )
-from penstock_lab.planner.operator_tiling import SLICES, SPLIT_BELOW, OperatorCall, Tiling, num_splits, plan_call
+from penstock_lab.planner.operator import SLICES, SPLIT_BELOW, OperatorCall, Tiling, num_splits, plan_call
 
 # The operator has the first three only.
 QUERY_TYPES = (torch.float16, torch.bfloat16, torch.int8, torch.float32, torch.float64)
@@ -183,7 +183,7 @@ def incre_flash_tiling(
 ) -> Tiling:
     """Decide, without computing, how a number of cores compute a call: the first stage of the operator's two.
 
-    perf_mode, vectors_only: as in planner/operator_tiling.plan_call. The other arguments are those of
+    perf_mode, vectors_only: as in planner/operator.plan_call. The other arguments are those of
     incre_flash_attention.
 
     Raises:

@@ -12,8 +12,16 @@ from penstock.spec.model_config import ModelConfig
 from penstock_lab.planner.fit import Budget, Fit, Fitter
 from penstock_lab.planner.forecast import Forecaster, Load, as_json
 from penstock_lab.planner.machines import THIS_MACHINE, Hardware, OnChip
-from penstock_lab.planner.operator import MODES, UNIFIED_BUFFER, check_buffers, schedule, tiles
-from penstock_lab.planner.operator_tiling import FLOATS, OperatorCall, plan_call
+from penstock_lab.planner.operator import (
+    FLOATS,
+    MODES,
+    UNIFIED_BUFFER,
+    OperatorCall,
+    check_buffers,
+    plan_call,
+    schedule,
+    tiles,
+)
 from penstock_lab.planner.placement import Placement, operation_bytes, plan_placement
 
 PROMPT_LENS, CONTEXT = (128, 1024), 1024  # used for predictions if the user names no lengths

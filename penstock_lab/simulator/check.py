@@ -25,9 +25,8 @@ from penstock_lab.bench.http_client import HttpClient
 from penstock_lab.bench.outcomes import Load
 from penstock_lab.bench.record_history import unpack
 from penstock_lab.bench.serving import Target, measure_serving
-from penstock_lab.simulator.calibrate import measure_steps
 from penstock_lab.simulator.costs import LinearCosts, MeasuredStep, fit_costs
-from penstock_lab.simulator.recorded import measured_steps
+from penstock_lab.simulator.recorded import measure_steps, measured_steps
 from penstock_lab.simulator.run import Options, run
 
 SHARES = (0.5, 0.8, 1.0)

@@ -4,6 +4,8 @@ As long as no request waits or ends and free blocks suffice, every step of an en
 token. Such steps are counted instead of planned (`leap`): their times are added up one by one, and the engine's own
 objects are updated once with the result of all of them. What the engine decides afterwards is the same, to the block
 (except that equivalent blocks may have other numbers), and so are all figures: tests compare them.
+
+CostExecutor takes the place of the model: it computes nothing, and sets the clock forward by the time of a step.
 """
 
 import hashlib
@@ -11,19 +13,69 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 from penstock import EngineError, FinishReason, InvalidRequestError, SamplingParams
 from penstock.client.admission import QueuedTokens
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineRequest
-from penstock.interface.step import Executor
+from penstock.interface.step import Executor, RequestStepOutput, SchedulerOutput, StepOutput
 from penstock_lab.simulator.arrivals import Arrival
-from penstock_lab.simulator.executor import TOKEN, CostExecutor, StepCosts, VirtualClock
 from penstock_lab.simulator.figures import Figures, RequestTimes
 
 MIN_LEAP_STEPS = 2  # steps; fewer are computed one by one
-MakeEngine = Callable[[Executor, VirtualClock], Engine]
 NUM_IDS = 2**62  # size of the vocabulary: each prompt has its own id, so that no prompt begins like another by accident
+TOKEN = 0  # the id of every output token; prompts are made of other ids
+
+
+class StepCosts(Protocol):
+    """The durations of steps on some machine."""
+
+    @property
+    def request(self) -> float:
+        """Seconds of a request's way to the engine and of its first token's way back."""
+
+    def step_seconds(self, step: SchedulerOutput) -> float:
+        """Compute the seconds from the plan of a step to the plan of the next one, if there is work for it."""
+
+    def decode_seconds(self, sequences: int, cached_tokens: int) -> float:
+        """Compute the same for a step in which `sequences` get a token each and attend to `cached_tokens` in all."""
+
+    def as_json(self) -> dict[str, str | float]:
+        """Describe the costs for a report."""
+
+
+class VirtualClock:
+    """A clock that stands still until it is set. The engine calls it instead of time.monotonic()."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class CostExecutor:
+    """Answers every step with one token for each sample, at the time when the step would have ended."""
+
+    depth = 1
+
+    def __init__(self, costs: StepCosts, clock: VirtualClock) -> None:
+        self._costs = costs
+        self._clock = clock
+
+    def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        return scheduler_output
+
+    def collect(self, handle: SchedulerOutput) -> StepOutput:
+        self._clock.now += self._costs.step_seconds(handle)
+        results = {item.request_id: RequestStepOutput([TOKEN] if item.num_samples else []) for item in handle.scheduled}
+        return StepOutput(handle.step_id, results)
+
+    def shutdown(self) -> None: ...
+
+
+MakeEngine = Callable[[Executor, VirtualClock], Engine]
 
 
 def num_forced_steps(engine: Engine) -> int:

@@ -24,10 +24,10 @@ from penstock_lab.bench.datasets import Dataset
 from penstock_lab.bench.outcomes import Load
 from penstock_lab.simulator.arrivals import Arrival, Drawn, Trace
 from penstock_lab.simulator.costs import LinearCosts
-from penstock_lab.simulator.executor import StepCosts
 from penstock_lab.simulator.figures import Figures, parse_target
 from penstock_lab.simulator.lifecycle import UNCHANGED, Changes
 from penstock_lab.simulator.recorded import load_costs
+from penstock_lab.simulator.replica import StepCosts
 from penstock_lab.simulator.scenario import Progress, Scenario, priced, smallest_fleet
 
 MAX_BLOCKS = 2**20  # of the replicas of a part: about 200 MB
@@ -184,7 +184,7 @@ def find_costs(options: dict[str, Any], source: str) -> LinearCosts:
     """
     if source != "this":
         return load_costs(Path(source))
-    from penstock_lab.simulator.calibrate import measure_costs
+    from penstock_lab.simulator.recorded import measure_costs
 
     return measure_costs(options)
 

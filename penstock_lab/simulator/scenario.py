@@ -12,11 +12,10 @@ from penstock.engine.engine import Engine
 from penstock.errors import check_float, check_int, fail
 from penstock.interface.step import Executor
 from penstock_lab.simulator.arrivals import Arrival
-from penstock_lab.simulator.executor import StepCosts, VirtualClock
 from penstock_lab.simulator.figures import Figures, Goal
 from penstock_lab.simulator.fleet import Fleet, Users
 from penstock_lab.simulator.lifecycle import UNCHANGED, Changes, Lifecycle
-from penstock_lab.simulator.replica import NUM_IDS, MakeEngine, OpenRequest, Replica
+from penstock_lab.simulator.replica import NUM_IDS, MakeEngine, OpenRequest, Replica, StepCosts, VirtualClock
 from penstock_lab.simulator.routers import ROUTERS, check_router
 
 MAX_REPLICAS = 100_000

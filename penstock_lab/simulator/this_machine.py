@@ -31,8 +31,8 @@ from penstock_lab.bench.native import limit_read
 from penstock_lab.bench.samples import READ, spread
 from penstock_lab.planner.machines import ALL_OTHERS, MANY_ROWS, TYPES, Hardware, read_hardware
 from penstock_lab.planner.planned import PlannedModel
-from penstock_lab.simulator.calibrate import measure_costs
 from penstock_lab.simulator.costs import LinearCosts
+from penstock_lab.simulator.recorded import measure_costs
 
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # up, down and output projections of a layer
 MEASURED_ROWS = (8, 32)  # numbers of rows between those bound by reading and those bound by multiplying

@@ -16,7 +16,7 @@ from penstock.interface.messages import EngineRequest
 from penstock.kernels.metadata import AttentionMetadata
 from penstock.kernels.tensors import Array
 from penstock_lab.bench.placement import Trial, run_placement
-from penstock_lab.chips.device import OverBudgetError
+from penstock_lab.chips.machine import OverBudgetError
 from penstock_lab.chips.ops import RowsOfStep
 from penstock_lab.planner.machines import Hardware, load_hardware
 from penstock_lab.planner.placement import FOLDER, Placement, load_placement

@@ -24,8 +24,10 @@ from penstock.kernels.cpu.calls import (
     activation_code,
     address,
     check_tensor,
+    fill_sampling,
     fill_step,
     head_norm_address,
+    hide_forms,
     optional_address,
     remembered,
     rows_address,
@@ -44,7 +46,6 @@ from penstock.kernels.cpu.packed import (
     own_linear,
     pack,
 )
-from penstock.kernels.cpu.sampling import fill_sampling, hide_forms
 from penstock.kernels.metadata import (
     AttentionMetadata,
     AttentionParams,

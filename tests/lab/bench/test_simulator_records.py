@@ -11,9 +11,7 @@ from penstock.cli.main import main
 from penstock.client.recorder import Recorder
 from penstock.client.records import Bundle, EngineDescription, Planned, Ring, make_bundle, pack
 from penstock.engine.engine import Engine
-from penstock_lab.simulator import calibrate
-from penstock_lab.simulator.calibrate import record_mix
-from penstock_lab.simulator.recorded import decisions, load_costs, measured_steps
+from penstock_lab.simulator.recorded import decisions, load_costs, measured_steps, record_mix
 from penstock_lab.simulator.scenario import make_engine
 from tests import fakes_engine
 from tests.fakes_engine import request
@@ -84,7 +82,7 @@ def of_the_demo() -> Iterator[tuple[Bundle, EngineConfig]]:
     """The record of the demo model on this machine, of a second's work."""
     config = EngineConfig.from_options(model="demo", max_num_seqs=4, max_model_len=256, kv_cache_memory_bytes=2**21)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "SECONDS", 0.0)
+        patch.setattr("penstock_lab.simulator.recorded.SECONDS", 0.0)
         yield record_mix(build_engine(config)), config
 
 

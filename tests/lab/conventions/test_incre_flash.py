@@ -16,7 +16,7 @@ from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.reference.quantized_kv import quantize_tokens
 from penstock_lab.conventions.incre_flash import Antiquant, incre_flash_attention, incre_flash_tiling
 from penstock_lab.conventions.incre_flash_arithmetic import native_ops
-from penstock_lab.planner.operator_tiling import Tiling, decode_tiling_key
+from penstock_lab.planner.operator import Tiling, decode_tiling_key
 from tests.kernels.packed import levels
 
 torch.set_num_threads(1)

@@ -8,8 +8,8 @@ import pytest
 
 from penstock import InvalidRequestError, NotSupportedError
 from penstock.cli.main import main
-from penstock_lab.planner.operator import MODES
-from penstock_lab.planner.operator_tiling import (
+from penstock_lab.planner.operator import (
+    MODES,
     SPLIT_BELOW,
     OperatorCall,
     decode_tiling_key,
