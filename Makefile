@@ -94,8 +94,8 @@ sanitize: installed-test
 	@cmake -S . -B build/sanitize -DPENSTOCK_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
 	@cmake --build build/sanitize --parallel 2 | tail -1
 	@$(SANITIZER) $(BIN)/python -m tools.fuzz_native $(or $(FUZZ),100)
-	@$(SANITIZER) $(BIN)/python -m pytest -q -p no:cacheprovider --timeout 3600 tests/kernels/test_native_rows.py \
-		tests/kernels/test_native_linear.py tests/kernels/test_native_pack.py tests/kernels/test_native_attend.py \
+	@$(SANITIZER) $(BIN)/python -m pytest -q -p no:cacheprovider --timeout 3600 -o faulthandler_timeout=4000 \
+		tests/kernels/test_native_rows.py tests/kernels/test_native_linear.py tests/kernels/test_native_pack.py tests/kernels/test_native_attend.py \
 		tests/kernels/test_native_attention_int8.py \
 		tests/kernels/test_native_sampler.py tests/kernels/test_native_experts.py tests/kernels/test_native_int8.py \
 		tests/kernels/test_native_int4.py tests/kernels/test_native_finish.py tests/kernels/test_native_pool.py

@@ -5,7 +5,9 @@ import re
 
 import pytest
 import torch
+from hypothesis import settings
 
+settings.load_profile("ci")  # the same examples each time, no matter how long one takes on a busy machine
 torch.set_num_threads(1)  # tiny products gain nothing from more, and lose a lot beside another busy process
 gc.disable()  # while thousands of tests are collected, of which nothing is garbage
 

@@ -8,7 +8,6 @@ import os
 import pty
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from penstock.config import MAX_CONTEXT, EngineConfig
 from penstock.interface.sampling_params import SamplingParams
 from penstock.kernels.cpu.library import load_library
 from tests.hf_models import make_llama
+from tests.server.harness import free_port
 
 WAIT_S = 100.0  # for an event, on a busy machine
 needs_library = pytest.mark.skipif(load_library() is None, reason="no native library was built")
@@ -321,9 +321,7 @@ def test_closed_standard_streams():
     words = ["generate", "-p", "x", "--max-tokens", "2", "--json"]
     done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&-', "sh", *command, *words], stderr=-1, text=True)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     words = ["serve", "--port", str(port), "--max-num-seqs", "4"]
     with subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, *words]) as process:
         try:

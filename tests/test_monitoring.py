@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import yaml
 
 from tests.server.fakes import FakeEngineClient
-from tests.server.harness import app_client
+from tests.server.harness import app_client, free_port
 from tools.check_monitoring import DASHBOARD, RULES, queries
 
 DEPLOY = RULES.parent.parent
@@ -92,9 +91,7 @@ def healthcheck(pid: int) -> int:
 @pytest.mark.parametrize("way", ["flag", "variable", "file", "socket"])
 def test_the_health_check_follows_the_address(tmp_path: Path, way: str) -> None:
     """Guards against a container that is called unhealthy because its port was changed, or healthy when it is not."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (tmp_path / "options.yaml").write_text(f"port: {port}\n")
     words = {"flag": ["--port", str(port)], "variable": [], "socket": ["--uds", str(tmp_path / "sock")]}
     more = words.get(way, ["--config", str(tmp_path / "options.yaml")])

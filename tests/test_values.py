@@ -206,7 +206,7 @@ def made_or_refused(make: Callable[[], Any], name: str) -> Any:
         raise
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(name=st.sampled_from(FIELDS), value=JUNK)
 def test_any_sampling_value_is_taken_or_refused_by_name(name, value):
     """Never another exception, never a value that is not finite where a number is meant."""
@@ -219,7 +219,7 @@ def test_any_sampling_value_is_taken_or_refused_by_name(name, value):
         )  # normalised: nothing mutable is kept
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(name=st.sampled_from(option_names()), value=JUNK)
 def test_any_option_is_taken_or_refused_by_name(name, value):
     made_or_refused(lambda: EngineConfig.from_options(**{name: value}), name)

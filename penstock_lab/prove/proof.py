@@ -1,5 +1,6 @@
 """The definition of a proof, and of its report."""
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -67,7 +68,7 @@ class Trials:
 
     Args:
         goal: number of trials after which it ends.
-        seconds: time after which it ends in any case, once it has made a first trial.
+        seconds: time after which it ends in any case, once it has made a first trial; by default, never.
         advance: called with the number of new trials.
 
     Attributes:
@@ -76,7 +77,7 @@ class Trials:
     """
 
     def __init__(
-        self, subject: Subject, outcome: Outcome, *, goal: int, seconds: float, seed: int,
+        self, subject: Subject, outcome: Outcome, *, goal: int, seconds: float = math.inf, seed: int,
         advance: Callable[[int], None] = lambda number: None,
     ) -> None:  # fmt: skip
         self.subject = subject

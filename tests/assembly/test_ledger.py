@@ -29,7 +29,7 @@ def config(**options) -> EngineConfig:
 
 
 @given(memory=st.integers(60 * MIB, 200 * MIB), seqs=st.integers(1, 64), tokens=st.integers(64, 4096))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_planned_fits(memory: int, seqs: int, tokens: int) -> None:
     """Guards against a cache, or a context, that is chosen too large for the memory given, or smaller than it needs."""
     asked = config(memory=memory, max_num_seqs=min(seqs, tokens), max_num_batched_tokens=tokens)

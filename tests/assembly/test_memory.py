@@ -121,7 +121,7 @@ def test_too_little_is_refused_with_the_numbers():
         plan(model(), 0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     window=st.one_of(st.none(), st.integers(1, 600)),
     seqs=st.integers(1, 64),

@@ -431,7 +431,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from([2, 3]), ACTIONS)
 def test_whatever_happens(num_engines, actions):
     """No token is lost, repeated or changed; no choice is in two engines; the harmful fail alone; nothing is kept."""

@@ -73,7 +73,7 @@ class TestPrompts:
                 process(processor, prompt, SamplingParams())
             assert caught.value.code == "context_length_exceeded"
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text()), st.lists))
     def test_anything(self, prompt):
         """Guards against any other exception than the user's error."""

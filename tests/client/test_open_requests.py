@@ -81,7 +81,7 @@ def cut(ids, places):
 
 
 class TestText:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(
         text=st.text(alphabet="ab \n🙂é", max_size=20),
         stops=st.lists(st.text(alphabet="ab \n🙂", min_size=1, max_size=3), max_size=3),
@@ -226,7 +226,7 @@ def test_stop_string_over_all_splits_into_tokens(include, text):
 
 
 class TestOrder:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=12))
     def test_repeated_outputs(self, pieces):
         """Guards against doubled tokens after a restart: whatever is sent again, each token counts once."""
@@ -459,7 +459,7 @@ class TestJournal:
 class TestContinuation:
     """A stream that is computed again, or goes on from known tokens, comes in the same pieces."""
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         text=st.text(alphabet="ab \n🙂é", min_size=1, max_size=20),
         stops=st.lists(st.text(alphabet="ab \n🙂", min_size=1, max_size=3), max_size=2),

@@ -192,7 +192,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ACTIONS)
 def test_whatever_happens(actions):
     """No token is lost, repeated or changed, the harmful fail, and they alone do.

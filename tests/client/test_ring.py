@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.client.records import NUM_SEGMENTS, Ring
@@ -33,7 +33,6 @@ def write(ring: Ring, record: bytes) -> None:
         assert ring.append(record)
 
 
-@settings(deadline=None)
 @given(records=st.lists(st.binary(max_size=300), max_size=60), num_bytes=st.integers(1600, 8000))
 def test_holds_the_last_records_in_order(records, num_bytes):
     """Guards against a record that is cut off, out of order or written over while newer ones are kept."""

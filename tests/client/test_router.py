@@ -120,7 +120,7 @@ def test_equal_engines_take_turns():
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=80)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(TOKENS, st.integers(0, 60)), min_size=1, max_size=40))
 def test_nobody_is_given_more_than_a_prompt_beyond_the_least(load):
     """Guards against an engine that starves, and one that is overrun, whatever prompts come in whatever order."""
@@ -131,7 +131,7 @@ def test_nobody_is_given_more_than_a_prompt_beyond_the_least(load):
     assert fleet.excess <= max(len(prompt) for prompt, _ in load)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TOKENS, TOKENS, st.sampled_from([None, "a", "b"]), st.sampled_from([None, "a", "b"]))
 def test_what_counts_as_cached(one, other, salt, other_salt):
     """Guards against prefixes that are counted across salts, against tokens that differ, and against a prompt without a

@@ -157,7 +157,7 @@ class Blocks(RuleBasedStateMachine):
 
 
 TestBlocks = Blocks.TestCase
-TestBlocks.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestBlocks.settings = settings(max_examples=20, stateful_step_count=25)
 
 
 def test_only_the_last_block_is_copied_and_only_if_it_is_shared() -> None:
@@ -216,7 +216,7 @@ def crowds(draw: st.DrawFn) -> tuple[dict[str, Any], list[EngineRequest], int]:
 
 
 @given(crowds())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_search_in_a_crowd_finds_what_it_finds_alone(crowd: tuple[dict[str, Any], list[EngineRequest], int]) -> None:
     """Guards against searches that wait for each other for ever, lose blocks, read each other's, or depend on rows,
     chunks, cached prefixes, preemptions and failed steps."""

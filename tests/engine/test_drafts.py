@@ -156,7 +156,7 @@ def by_tiles(tokens: int) -> float:
 COSTS = [flat, by_memory, by_products, by_tiles]
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=12, phases=[Phase.generate])
 @given(
     st.sampled_from(COSTS), st.sampled_from([1, 6]), st.floats(0, 1), st.sampled_from([0.0, 0.0, 0.002, 0.05]),
     st.sampled_from([0.0, 0.03, 0.1]), st.integers(0, 2**32),

@@ -37,7 +37,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     requests=REQUESTS,
     chunk=st.integers(3, 70),
@@ -92,7 +92,7 @@ def test_any_crowd_gives_every_request_its_solo_tokens(
     assert engine.kv_cache.num_free == engine.kv_cache.num_blocks
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cut=st.integers(0, 20), length=st.integers(1, 60), chunk=st.integers(2, 40))
 def test_resumed_request_goes_on_as_if_it_had_never_stopped(cut, length, chunk):
     """Tokens that come back as outputs count for lengths and positions, and are not sent again."""

@@ -34,7 +34,7 @@ def check_all(outputs: dict[str, Any], failed: Iterable[str] = ()) -> None:
             assert all(output.error is None for output in outputs[name])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     poisonous=st.sets(st.sampled_from("abcde"), max_size=2),
     after=st.integers(0, 6),

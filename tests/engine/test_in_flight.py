@@ -62,7 +62,7 @@ class Watched(EngineObserver):
         self.sizes.append(len(plan.scheduled))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 24), depth=st.integers(1, 5), ends=st.lists(st.integers(1, 9), min_size=24, max_size=24))
 def test_rows_are_spread_over_the_steps(rows: int, depth: int, ends: list[int]) -> None:
     """Guards against one step with all rows, beside which the other stages have nothing to do; also as rows end."""

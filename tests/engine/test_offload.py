@@ -33,7 +33,7 @@ class ForgetfulStore:
         return {"num_saved_blocks_total": len(self.executor.stored)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**16),
     blocks=st.integers(11, 26),

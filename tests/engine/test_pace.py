@@ -38,7 +38,7 @@ def run_timed(timed: Timed, cost: Cost) -> tuple[list[float], list[int]]:
     return stalls, chunks
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     fixed=st.floats(0.001, 0.2),
     stream=st.floats(0.0, 0.005),

@@ -39,7 +39,7 @@ def test_a_salt_is_found_by_the_same_salt_only():
             assert ask(engine, f"{salt}{round_}", prompt, cache_salt=salt) == cached
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(others=st.lists(st.tuples(st.integers(1, 100), st.integers(0, 30)), max_size=6), chunk=st.integers(8, 70))
 def test_a_request_has_the_same_steps_whatever_prompt_others_sent_under_another_salt(others, chunk):
     """Guards against any other trace of a neighbour's prompt: waiting for blocks that it computes, or finding them."""
@@ -224,7 +224,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     actions=ACTIONS,
     windows=st.sampled_from([(None,), (20,), (None, 40)]),

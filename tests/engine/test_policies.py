@@ -38,7 +38,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     requests=REQUESTS,
     policy=st.sampled_from(NAMES),

@@ -26,7 +26,7 @@ def alone(prompt: list[int], kind: str) -> bytes | None:
     return run(engine)["a"][0].pooled
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
     chunk=st.integers(3, 70),

@@ -59,7 +59,7 @@ def test_wrong_drafts_cost_no_token() -> None:
     assert engine.stats().num_accepted_tokens_total == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_random_drafts_change_nothing_but_the_number_of_steps(seed: int) -> None:
     """Guards, over windows, rings, shared prefixes, preemptions, aborts, failed steps and resumptions, against blocks

@@ -85,7 +85,7 @@ def test_fifty_ticks_have_their_stages_in_order(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.covers("F2")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=20)
 )
@@ -236,7 +236,7 @@ def test_a_cancellation_within_a_call_of_several_steps_is_heeded() -> None:
 
 
 @pytest.mark.covers("C24")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 6), lengths=st.lists(st.integers(1, 60), min_size=1, max_size=20), policy=st.sampled_from(
     ["fcfs", "length_classes"]
 ))  # fmt: skip

@@ -131,7 +131,7 @@ def seen_by(window: int | None, chunks: list[int]) -> list[list[int]]:
     return seen
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 24), min_size=1, max_size=4),
     window=st.one_of(st.none(), st.integers(1, 30)),

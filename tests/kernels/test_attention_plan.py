@@ -222,7 +222,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 @pytest.mark.covers("A7", "A20", "A28")
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(steps())
 def test_every_row_sees_each_of_its_tiles_once(step: Step) -> None:
     """Guards against: a tile that is left out or counted twice, a row delivered by nobody or by two, partial results
@@ -451,7 +451,7 @@ def test_memory_of_a_step_by_hand() -> None:
 
 @pytest.mark.covers("A25")
 @pytest.mark.skipif(load_library() is None, reason="no native library was built")
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(steps(), st.sampled_from(["float32", "bfloat16", "int8"]), st.sampled_from([2, 3]), st.booleans())
 def test_memory_is_what_the_native_driver_takes(step: Step, dtype: str, slices: int, token_scales: bool) -> None:
     """Guards against: memory that is planned and reserved, and then is not enough."""

@@ -50,7 +50,7 @@ def activations(rows: int, k: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.one_of(st.integers(1, 30), st.just(130)), n=st.integers(1, 140), k=st.integers(1, 400),
     leaves=st.sampled_from([1, 8]), is_f32=st.booleans(), seed=st.integers(0, 2**32 - 1),

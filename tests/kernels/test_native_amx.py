@@ -67,7 +67,7 @@ def int8_leaf(x: np.ndarray, weight: np.ndarray, slices: int) -> np.ndarray:
     return leaf * scale
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     rows=st.integers(1, 70), n=st.integers(1, 200), k=st.integers(1, 300), is_f32=st.booleans(),
     seed=st.integers(0, 2**32 - 1),

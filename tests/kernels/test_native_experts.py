@@ -63,7 +63,7 @@ def random_routes(seed: int, rows: int, count: int, top_k: int) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     rows=st.integers(1, 60), count=st.integers(1, 9), top_k=st.integers(1, 9), hidden=st.integers(1, 200),
     inner=st.integers(1, 150), leaves=st.sampled_from([1, 8]), threads=st.integers(1, 4), is_f32=st.booleans(),

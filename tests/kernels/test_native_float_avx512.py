@@ -43,7 +43,7 @@ def random(seed: int, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", DTYPES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     rows=st.integers(1, 30), n=st.integers(1, 200), k=st.integers(1, 300), is_f32=st.booleans(),
     seed=st.integers(0, 2**32 - 1),

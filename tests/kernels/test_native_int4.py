@@ -157,7 +157,7 @@ def test_bfloat16_products_are_within_rounding(natives: list[Native], group_size
 
 
 @pytest.mark.parametrize("kind", ["int4", "int4_a16"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     rows=st.integers(1, 70),
     group_size=st.sampled_from(GROUP_SIZES),

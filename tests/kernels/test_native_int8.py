@@ -110,7 +110,7 @@ def test_any_number_of_leaves_makes_a_tree(natives: list[Native], leaves: int) -
         check(natives, activations(rows, weight.ends[-1]), weight, 2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     n=st.integers(1, 100),
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=8),

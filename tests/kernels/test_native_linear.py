@@ -85,7 +85,7 @@ def cases(draw: st.DrawFn) -> dict[str, int | bool | list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(case=cases())
 def test_a_row_has_the_bits_it_has_alone(contexts: Contexts, kind: str, case: dict) -> None:
     """Guards against anything that lets a row see its batch: tiles, items, threads, its place, its neighbours."""
@@ -102,7 +102,7 @@ def test_a_row_has_the_bits_it_has_alone(contexts: Contexts, kind: str, case: di
 
 
 @pytest.mark.parametrize("kind", FLOATS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(case=cases())
 def test_close_to_float64(contexts: Contexts, kind: str, case: dict) -> None:
     """Guards against a wrong panel, leaf, tile, bias or padding. Bound: k + 4 roundings of the sum of |x| |w|."""

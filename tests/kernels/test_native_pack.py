@@ -121,7 +121,7 @@ def test_every_layout_over_dirty_memory(kind: str, dtype: torch.dtype, level: in
     native.close()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(KINDS),
     gated=st.booleans(),
@@ -151,7 +151,7 @@ def test_rows_may_come_in_any_pieces(
     assert_same(got, want)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     exponent=st.integers(-110, 90),
     group_size=st.sampled_from([32, 64, 128]),

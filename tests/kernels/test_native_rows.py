@@ -481,7 +481,7 @@ def test_a_row_does_not_know_the_others(name: str, level: int) -> None:
     by_threads = [Rows(level, threads) for threads in (1, 2, 3)]
     alone = [operation(by_threads[0], torch.tensor([row]), BF16) for row in range(70)]
 
-    @settings(deadline=None, max_examples=6)
+    @settings(max_examples=6)
     @given(st.permutations(range(70)), st.integers(1, 70), st.sampled_from(by_threads))
     def check(order: list[int], count: int, rows: Rows) -> None:
         together = parts(operation(rows, torch.tensor(order[:count]), BF16))

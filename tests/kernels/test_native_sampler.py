@@ -199,7 +199,7 @@ def test_chooses_what_the_reference_chooses(samplers: list[Sampler]) -> None:
     most one in a thousand may need the near tie that `explained` proves."""
     rows = excused = 0
 
-    @settings(max_examples=250, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=250)
     @given(case=cases())
     def check(case: tuple[Tensor, SamplingTensors]) -> None:
         nonlocal rows, excused

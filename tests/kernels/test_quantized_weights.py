@@ -34,7 +34,7 @@ cases = given(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @cases
 def test_int8_keeps_its_bound(seed: int, shape: tuple[int, int], exponent: int, outlier: float) -> None:
     """Guards against a step too wide, a value beyond -127 .. 127, and tiny rows whose quotient overflows."""
@@ -47,7 +47,7 @@ def test_int8_keeps_its_bound(seed: int, shape: tuple[int, int], exponent: int, 
     torch.testing.assert_close(dequantize_int8(values, scales), values.float() * scales[:, None], atol=0, rtol=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @cases
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_int4_keeps_its_bound(

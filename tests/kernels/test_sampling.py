@@ -65,7 +65,7 @@ def test_draws_follow_the_distribution(name: str, fields: dict[str, Tensor]) -> 
     assert p_value > 0.001, f"{name}: p = {p_value:.2e}"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**20),
     temperature=st.floats(0.1, 3.0),

@@ -195,7 +195,7 @@ def decode(computed: int, new_block_ids: list[list[int]] | None = None) -> Sched
 
 
 @pytest.mark.covers("F4")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_packing_equals_brute_force(rng: random.Random) -> None:
     """Guards against stale rows: a table, token or release left over from a request that had the row before, or from

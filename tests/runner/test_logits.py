@@ -141,7 +141,7 @@ TOGETHER: dict[str, list[Any]] = {
 
 
 @pytest.mark.covers("C10", "C11", "F12")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), data=st.data())
 def test_all_together_in_their_order(model: LlamaForCausalLM, seed: int, data: st.DataObject) -> None:
     """Guards against another order of the processors than Transformers' (and ours for min_p)."""
@@ -313,7 +313,7 @@ def dry_by_definition(ids: list[int], params: SamplingParams) -> dict[int, float
 
 
 @pytest.mark.covers("C11")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     ids=st.lists(st.integers(0, 3), min_size=1, max_size=60),
     allowed=st.integers(1, 4),

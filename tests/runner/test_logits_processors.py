@@ -77,7 +77,7 @@ def tensors_of(batch: InputBatch, indices: np.ndarray) -> SamplingTensors:
     return sampling_tensors(batch, positions, VOCAB, FakeOps(), adjusted_rows(batch, positions))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(row_strategy, min_size=1, max_size=4))
 def test_processors_equal_reference(rows: list[Any]) -> None:
     """Guards against incremental counts that drift from the history, and pairs that land in a neighbour's row."""
@@ -130,7 +130,7 @@ def test_ids_outside_the_vocabulary_are_dropped() -> None:
 
 
 @given(st.lists(st.integers(0, 300), max_size=400))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_token_counts_grow(token_ids: list[int]) -> None:
     """Guards against a count lost when the arrays run out of spare room."""
     counts = TokenCounts(np.array(token_ids[:50], dtype=np.int32))

@@ -6,6 +6,8 @@ Tests wait for events, never for a time that a busy machine may exceed: WAIT_S o
 import asyncio
 import contextlib
 import functools
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -120,6 +122,17 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
         time.sleep(0.005)
+
+
+def free_port() -> int:
+    """Choose a port for a program that cannot choose one itself: below those that the system gives to everybody else,
+    and one of this process's own."""
+    first = 10_000 + os.getpid() * 16 % 20_000
+    for port in range(first, first + 16):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"all ports from {first} to {first + 15} are in use")
 
 
 def samples(text: str, model: str = "fake") -> dict[str, float]:

@@ -157,7 +157,7 @@ def test_a_key_without_a_priority_is_not_more_urgent_than_others() -> None:
     assert Account("", KeyRules("k")).allowed_priority(-1000) == -1000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 2**32))
 def test_an_account_returns_to_where_it_was(seed: int) -> None:
     """Guards against a path on which something is not given back, or given back twice: any mix of calls and ends."""

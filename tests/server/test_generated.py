@@ -38,7 +38,7 @@ schema.app = create_app(
 
 
 @schema.parametrize()
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 def test_generated_bodies(case: Any) -> None:
     """Guards against a body that the schema allows, or nearly, and that is answered with a 5xx or without JSON."""
     answer = case.call()

@@ -54,7 +54,7 @@ def found(path):
     return log.found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(bodies=BODIES)
 def test_what_was_written_is_found(bodies, tmp_path_factory):
     path = tmp_path_factory.mktemp("journal") / "j"
@@ -105,7 +105,7 @@ def test_a_file_that_others_can_read_is_closed_to_them(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(bodies=BODIES, data=st.data())
 def test_a_file_cut_anywhere_gives_its_whole_records(bodies, data, tmp_path_factory):
     """Guards against a crash while a record is written that costs more than this record, or stops the next server."""
@@ -120,7 +120,7 @@ def test_a_file_cut_anywhere_gives_its_whole_records(bodies, data, tmp_path_fact
     assert found(path) == [*expected, b"later"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(bodies=BODIES.filter(any), data=st.data())
 def test_a_damaged_byte_costs_one_record(bodies, data, tmp_path_factory):
     """Guards against rot in the middle that hides all records after it, or that is taken for content."""
@@ -135,7 +135,7 @@ def test_a_damaged_byte_costs_one_record(bodies, data, tmp_path_factory):
     assert unpack(path.read_bytes()).damage == []  # it has been mended
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(holes=st.lists(st.integers(0, 3000), max_size=3))
 def test_pages_of_zeros_are_no_records(holes, tmp_path_factory):
     """Guards against a file system that has lengthened a file without its content: zeros must not pass for records."""
@@ -149,7 +149,7 @@ class Crash(BaseException):
     """The machine stops here."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=st.integers(1, 60), torn=st.integers(0, 30))
 def test_a_crash_at_any_call_of_the_system_loses_nothing_that_was_promised(steps, torn, tmp_path_factory):
     """Guards against a moment, between a write, a sync and a rename, at which a durable record is in no file.

@@ -46,7 +46,7 @@ def client() -> TestClient:
     return app_client(FakeEngineClient(max_model_len=64))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(
     target=st.sampled_from(FIELDS),
     value=JUNK,
@@ -67,7 +67,7 @@ def test_junk_in_a_field(client: TestClient, target: tuple[str, str], value: Any
         assert response.json()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from(sorted(GOOD)), body=st.binary(max_size=200) | JUNK.map(msgspec.json.encode))
 def test_junk_for_a_body(client: TestClient, path: str, body: bytes) -> None:
     """Guards against bytes that break the parser instead of being refused by it."""

@@ -155,7 +155,7 @@ def test_a_sample_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(several_models, "ENGINE_KILL_S", 4.0)
     (proof,) = chosen(["models"])
     outcome = Outcome(proof.name, proof.promise, proof.unit)
-    proof.run(Trials(Subject(), outcome, goal=16, seconds=600, seed=1))
+    proof.run(Trials(Subject(), outcome, goal=16, seed=1))
     assert outcome.wrong == []
     assert outcome.tried >= 16
     assert outcome.figures["counted_of_budget"] <= 1

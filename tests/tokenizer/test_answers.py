@@ -108,7 +108,7 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
     assert read(name, list(text)) == [Part(Kind.CONTENT, text)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join),
     st.lists(st.integers(0, 80), max_size=6),

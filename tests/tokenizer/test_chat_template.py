@@ -94,7 +94,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(name=st.sampled_from(list(templates.ALL)), messages=MESSAGES, options=st.sampled_from(OPTIONS))
 def test_any_conversation(oracle, name, messages, options):
     """Guards against differences in rare texts: braces, spaces at the ends, a final message without text."""

@@ -53,7 +53,7 @@ def _breaks(tok, ids):
 @pytest.mark.covers("F8")
 @pytest.mark.parametrize("kind", KINDS)
 class TestPiecesAreTheWhole:
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(data=st.data())
     def test_any_ids(self, kind, data):
         """Guards against lost, doubled or changed text for sequences that no text gives."""
@@ -62,7 +62,7 @@ class TestPiecesAreTheWhole:
         for skip in (True, False):
             assert "".join(stream(tok, ids, skip_special_tokens=skip)) == tok.decode(ids, skip_special_tokens=skip)
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(data=st.data())
     def test_after_a_prompt(self, kind, data):
         """Guards against the first token losing its leading space, or getting one too many."""
@@ -72,7 +72,7 @@ class TestPiecesAreTheWhole:
         whole = tok.decode([*prompt, *ids])
         assert tok.decode(prompt) + "".join(stream(tok, ids, prompt)) == whole
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(data=st.data())
     def test_cuts_do_not_matter(self, kind, data):
         """Guards against a result that depends on how many tokens a step brings."""

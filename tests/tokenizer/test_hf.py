@@ -53,7 +53,7 @@ class TestOracle:
             for skip in (True, False):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(data=st.data())
     def test_any_ids(self, both, data):
         """Guards against decode differing on sequences that no text gives (half characters, bytes in disorder)."""

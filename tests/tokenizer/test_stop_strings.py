@@ -38,7 +38,7 @@ def cuts(text):
         yield [text[i:j] for i, j in itertools.pairwise(starts)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SMALL, STOPS, st.booleans(), st.data())
 def test_equals_the_plain_search(text, stops, include, data):
     """Guards against missed matches where stop strings overlap themselves or each other ("aab" in "aaab")."""
@@ -48,7 +48,7 @@ def test_equals_the_plain_search(text, stops, include, data):
     assert ("".join(shown), stop) == plain(text, stops, include)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SMALL, STOPS)
 def test_holds_back_just_enough(text, stops):
     """Guards against a leaked beginning of a stop string, and against holding back more than may still become one."""

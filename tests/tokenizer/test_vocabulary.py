@@ -80,7 +80,7 @@ def write(folder, data, name="tokenizer.model", **config):
 class TestSentencePiece:
     @pytest.mark.matrix("ids", "`tokenizer.model`")
     @pytest.mark.matrix("texts", "`tokenizer.model`")
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(
         text=st.one_of(
             st.sampled_from([*HARD, *TEXT]), st.text("ab \n-=.\u00e9\u4f60", max_size=40), st.text(max_size=20)
@@ -210,7 +210,7 @@ def small(tmp_path_factory):
 class TestTekken:
     @pytest.mark.matrix("ids", "`tekken.json`")
     @pytest.mark.matrix("texts", "`tekken.json`")
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(text=st.text("abcdefghijklmnopqrstuvwxyz\u00e9\u4f60", min_size=1, max_size=30))
     def test_merges_by_ranks(self, small, text):
         """Guards against another order of merges than tiktoken's, and ids that do not follow the special tokens."""

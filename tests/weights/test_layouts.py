@@ -67,7 +67,7 @@ def stored_as(layout: Layout, whole: Tensor) -> Tensors:
     return {name: part.t() if layout.transposed else part for name, part in zip(layout.sources, parts, strict=True)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(layouts(), st.data())
 def test_any_rows_of_any_layout_are_those_of_the_parameter(
     made: tuple[Layout, tuple[int, ...]], data: st.DataObject

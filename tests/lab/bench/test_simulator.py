@@ -105,7 +105,7 @@ def test_prefixes_are_found_preemption_happens_and_what_is_too_long_is_rejected(
 # --- fleets --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.floats(0, 0.05), st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=25),
        st.integers(1, 4), st.one_of(st.none(), st.integers(1, 5)))  # fmt: skip
 def test_every_request_is_answered_once_in_causal_order(planned, requests, count, num_users):
@@ -164,7 +164,7 @@ def test_the_servers_own_router_finds_prefixes_again(planned, num_prefixes, of_r
     assert shares["round_robin"] <= of_turns
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.floats(0, 0.4), st.integers(1, 90), st.integers(1, 60), st.sampled_from("abcd")),
                 min_size=1, max_size=16), st.integers(1, 3), st.sampled_from(["fcfs", "fair", "length_classes"]),
        st.sampled_from([20, 24, 64]))  # fmt: skip
@@ -275,7 +275,7 @@ def test_the_smallest_fleet_is_found(planned):
 # --- figures -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=60), st.sampled_from([0, 1, 50, 90, 99, 100]))
 def test_percentiles_are_numpys(values, share):
     """Guards against a rank that is off by one, also where parts are merged."""

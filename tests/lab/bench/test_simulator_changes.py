@@ -35,7 +35,7 @@ def run(planned: PlannedEngine, arrivals: list[Arrival], changes: Changes, count
     return Scenario(planned, COSTS, arrivals, changes=changes, **options).run(count)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(st.floats(0, 8), st.integers(1, 90), st.integers(1, 40)), min_size=1, max_size=20),
        st.integers(1, 3), st.sampled_from(["round_robin", "least_loaded", "cached_prefix"]),
        st.sampled_from([None, 0.5, 3.0]), st.sampled_from([None, 0, 20]), st.sampled_from([None, 3]))  # fmt: skip

@@ -329,7 +329,7 @@ def test_experts_are_read_where_a_row_chooses_them() -> None:
 
 
 @given(batch=st.integers(1, 8), prompt=st.integers(1, 40), chunk=st.integers(1, 32), context=st.integers(1, 5000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_more_work_takes_longer(batch: int, prompt: int, chunk: int, context: int) -> None:
     """Guards against a time that falls with more streams, longer prompts or contexts, or smaller chunks."""
     _, seconds = prefill_time(WORK, MACHINE, batch, prompt, chunk)

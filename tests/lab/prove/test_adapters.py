@@ -18,7 +18,7 @@ def outcome_of(goal: int, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     monkeypatch.setattr(streams, "MAX_OUTPUT_TOKENS", 60)
     proof = AdapterChanges()
     outcome = Outcome(proof.name, proof.promise, proof.unit)
-    proof.run(Trials(Subject(), outcome, goal=goal, seconds=60.0, seed=0))
+    proof.run(Trials(Subject(), outcome, goal=goal, seed=0))
     return outcome
 
 

@@ -27,7 +27,7 @@ def few_and_short(monkeypatch):
 
 def outcome_of(proof, goal, seed=0):
     outcome = Outcome(proof.name, proof.promise, proof.unit)
-    proof.run(Trials(Subject(), outcome, goal=goal, seconds=60.0, seed=seed))
+    proof.run(Trials(Subject(), outcome, goal=goal, seed=seed))
     return outcome
 
 

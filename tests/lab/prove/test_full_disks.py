@@ -23,7 +23,7 @@ def test_a_full_disk_costs_a_refusal_and_a_lost_answer_is_noticed(monkeypatch):
 
     monkeypatch.setattr(full_disks, "_check", check)
     outcome = Outcome(proof.name, proof.promise, proof.unit)
-    proof.run(Trials(Subject(), outcome, goal=2, seconds=120.0, seed=0))
+    proof.run(Trials(Subject(), outcome, goal=2, seed=0))
     assert outcome.tried == 2
     assert outcome.figures["calls_refused"] >= 2
     assert outcome.num_wrong == outcome.figures["calls_taken"]

@@ -27,10 +27,10 @@ from penstock_lab.prove.scripted import ScriptedServer
 JSON_HEADER = ((b"content-type", b"application/json"),)
 
 
-def trials_of(proof: Proof, goal: int, seconds: float = 30.0) -> Trials:
+def trials_of(proof: Proof, goal: int) -> Trials:
     outcome = Outcome(proof.name, proof.promise, proof.unit)
     options = {"threads": 1, "dtype": "float32"}
-    return Trials(Subject("demo", options), outcome, goal=goal, seconds=seconds, seed=0)
+    return Trials(Subject("demo", options), outcome, goal=goal, seed=0)
 
 
 def test_generated_input() -> None:
@@ -143,7 +143,7 @@ def test_readings_that_differ() -> None:
 def test_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against requests that leave something behind: blocks, files, entries of tables."""
     monkeypatch.setattr(long_run, "PER_ROUND", 250)
-    trials = trials_of(LongRun(), goal=500, seconds=60)
+    trials = trials_of(LongRun(), goal=500)
     LongRun().run(trials)
     assert trials.outcome.wrong == []
     assert trials.outcome.figures["clients_that_left"] > 0

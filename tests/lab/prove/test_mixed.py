@@ -17,7 +17,7 @@ from penstock_lab.prove.scripted import Response, ScriptedServer
 def run(goal: int) -> Outcome:
     proof = MixedRequests()
     outcome = Outcome(proof.name, proof.promise, proof.unit)
-    proof.run(Trials(Subject("demo"), outcome, goal=goal, seconds=60, seed=1))
+    proof.run(Trials(Subject("demo"), outcome, goal=goal, seed=1))
     return outcome
 
 

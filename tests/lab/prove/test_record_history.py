@@ -100,7 +100,7 @@ def replayed(bundle: Bundle) -> ReplayReport:
     return report
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=SHAPES, arrivals=ARRIVALS)
 def test_the_record_is_what_was_planned_and_computed(shape, arrivals):
     """Guards against a field that is lost or wrong on its way through the columns of a record."""
@@ -110,7 +110,7 @@ def test_the_record_is_what_was_planned_and_computed(shape, arrivals):
     assert [event.plan for event in events if isinstance(event, RecordedStep)] == executor.steps
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(shape=SHAPES, arrivals=ARRIVALS, num_bytes=st.integers(5_000, 35_000))
 def test_a_ring_that_turned_over_replays_from_its_middle(shape, arrivals, num_bytes):
     """Guards against a segment whose start misses a request, a token or a block, and against cached blocks, windows and
@@ -297,7 +297,7 @@ def test_a_bundle_survives_its_file():
     assert unpack(DATA) == GOOD
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_damaged_files_are_refused(data):
     at = data.draw(st.integers(0, len(DATA) - 1))
@@ -311,7 +311,7 @@ NUMBERS = st.one_of(st.integers(-2, 40), st.sampled_from([-(2**63), 2**31, 2**32
 VALUES = st.one_of(NUMBERS, st.text(max_size=3), st.binary(max_size=9), st.lists(NUMBERS, max_size=3))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_hostile_records_are_refused_or_replayed(data):
     """Guards against a crash, or an access beyond the cache, by a file whose checksum is right and content is not."""

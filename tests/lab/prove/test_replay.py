@@ -153,7 +153,7 @@ def short(monkeypatch):
 
 def prove(goal: int, **options: object) -> Outcome:
     outcome = Outcome(Replays.name, Replays.promise, Replays.unit)
-    Replays().run(Trials(Subject("demo", options), outcome, goal=goal, seconds=60, seed=7))
+    Replays().run(Trials(Subject("demo", options), outcome, goal=goal, seed=7))
     return outcome
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
 
 def prove(goal: int, *, seed: int = 0, **options: Any) -> Outcome:
     outcome = Outcome(SameBits.name, SameBits.promise, SameBits.unit)
-    SameBits().run(Trials(Subject(options=options), outcome, goal=goal, seconds=60.0, seed=seed))
+    SameBits().run(Trials(Subject(options=options), outcome, goal=goal, seed=seed))
     return outcome
 
 

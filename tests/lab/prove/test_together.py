@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.skipif(not levels(), reason="no native library"), pyte
 
 def prove(goal: int) -> Outcome:
     outcome = Outcome(Together.name, Together.promise, Together.unit)
-    Together().run(Trials(Subject(options={"max_model_len": 200}), outcome, goal=goal, seconds=60.0, seed=1))
+    Together().run(Trials(Subject(options={"max_model_len": 200}), outcome, goal=goal, seed=1))
     return outcome
 
 
