@@ -47,9 +47,8 @@ def environment(home: Path) -> dict[str, str]:
 def run(command: str, home: Path, at: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a shell command as a user with that home would, in the folder `at`, which is home if it is not given."""
     return subprocess.run(
-        command, shell=True, capture_output=True, text=True, timeout=100, cwd=at or home, env=environment(home),
-        check=False,
-    )  # fmt: skip
+        command, shell=True, capture_output=True, text=True, cwd=at or home, env=environment(home), check=False
+    )
 
 
 def start_server(port: int, home: Path) -> tuple[subprocess.Popen[str], str]:

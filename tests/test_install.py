@@ -53,17 +53,16 @@ def test_a_broken_venv_is_replaced(
     assert len(made) == 1  # one that works is kept
 
 
-def test_a_silent_command_is_not_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_command_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against minutes without a line, and against lines that say what was done long ago."""
-    monkeypatch.setattr(install, "SILENCE_S", 0.2)
-    script = (
-        "import time; print('Collecting numpy', flush=True); time.sleep(0.7); print('[3/33] Building x', flush=True)"
-    )
+    lines = {"Collecting numpy": "looking for numpy", "[3/33] Building x": "compiling: 3 of 33 files"}
+    script = "import pathlib, sys, time\nfor line, said in zip(sys.argv[1::2], sys.argv[2::2]):\n"
+    script += "    print(line, flush=True)\n    while not pathlib.Path(said).exists():\n        time.sleep(0.01)\n"
+    words = [word for line, said in lines.items() for word in (line, str(tmp_path / said))]
+    monkeypatch.setattr(install, "SILENCE_S", 0.01)
+    monkeypatch.setattr(install, "say", lambda text: (tmp_path / text.partition(": ")[2]).touch())
     with tempfile.TemporaryFile("w+") as log:
-        assert install.run([sys.executable, "-c", script + "; time.sleep(0.7)"], "starting", log) == 0
-    said = capsys.readouterr().out
-    assert "looking for numpy" in said
-    assert "compiling: 3 of 33 files" in said
+        assert install.run([sys.executable, "-c", script, *words], "starting", log) == 0
 
 
 def test_an_extra_is_all_of_its_packages() -> None:

@@ -53,18 +53,12 @@ class Machine:
     def __init__(self, hub: FakeHub, home: Path) -> None:
         self.home = home
         variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        self.variables = variables | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "2"}
+        self.variables = variables | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
 
     def __call__(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "penstock", *words]
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            env=self.variables | variables,
-            stdin=subprocess.DEVNULL,
-        )
+        environment = self.variables | variables
+        return subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
 
     @property
     def partial(self) -> list[Path]:

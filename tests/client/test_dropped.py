@@ -12,13 +12,14 @@ import pytest
 
 from penstock import LLM, AsyncLLM, SamplingParams
 from penstock.ranks.children import children
+from tests.server.harness import WAIT_S
 
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
 
 
 def ends(pid):
     """Return whether a process ends, whether or not somebody has waited for it."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         try:
             with open(f"/proc/{pid}/stat") as stat:
@@ -32,7 +33,7 @@ def ends(pid):
 
 def is_reaped(pid):
     """Return whether a child of this process ends and is waited for, so that no zombie stays."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while pid in children() and time.monotonic() < deadline:
         time.sleep(0.01)
     return pid not in children()
@@ -51,7 +52,7 @@ def test_an_llm_that_is_dropped_ends_its_process_and_its_thread():
         gc.collect()
     assert is_reaped(pid)
     (thread,) = threads
-    thread.join(60)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
 
 

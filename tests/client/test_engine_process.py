@@ -100,7 +100,7 @@ def test_a_client_that_leaves_during_a_step_is_no_error() -> None:
         params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True, seed=0)
         ours.sendall(frames.pack(frames.AddRequest(EngineRequest("a", [1, 2], params))))
         assert frames.receive(ours) is not None
-    assert process.communicate(timeout=60)[1] == ""
+    assert process.communicate()[1] == ""
     assert process.returncode == EXIT_CLIENT_GONE
 
 

@@ -69,14 +69,14 @@ def test_every_item_is_done_once_and_before_the_run_returns(tmp_path: Path, kind
     if not build(program, *(["-fsanitize=thread", "-g"] if kind == "race-detector" else [])):
         assert kind == "race-detector", "the thread pool does not compile"
         pytest.skip("this compiler has no race detector")
-    done = subprocess.run([str(program), str(RUNS[kind])], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([str(program), str(RUNS[kind])], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(load_library() is None, reason="built without a C++ compiler")
 def test_a_forked_child_computes_alone() -> None:
     """Guards against a child that waits for helpers which the fork left behind."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -99,5 +99,5 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 @pytest.mark.skipif(load_library() is None or not hasattr(os, "sched_setaffinity"), reason="no library or no affinity")
 def test_helpers_run_where_they_are_pinned() -> None:
     """Guards against helpers that all inherit the caller's CPUs, and a caller that is left with one core."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PINNED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PINNED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

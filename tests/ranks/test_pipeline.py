@@ -5,7 +5,6 @@ import errno
 import shutil
 import signal
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -298,9 +297,7 @@ def test_the_death_of_a_rank_ends_its_engine(demo: BuiltEngine) -> None:
     engine.add_request(request(0))
     engine.step()
     processes[1].send_signal(signal.SIGKILL)  # which is not the one that hands on, or answers
-    began = time.monotonic()
     with pytest.raises(ExecutorLostError):
         ask(engine, [])
     engine.shutdown()
     assert all(process.poll() is not None for process in processes)
-    assert time.monotonic() - began < 10

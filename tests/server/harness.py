@@ -25,7 +25,7 @@ from penstock_lab.prove.servers import QUICK
 from tests.server.fakes import FakeEngineClient
 
 QUIET = ServerOptions(port=0, access_log=False)
-WAIT_S = 60
+WAIT_S = 200
 # A client that could speak TLS loads certificates first, for 0.07 s; these calls make a client each.
 call = functools.partial(httpx.request, timeout=WAIT_S, **QUICK)
 get = functools.partial(call, "GET")

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.server.accounts import Account, KeyLimitError, KeyRules
-from penstock.server.kept_calls import KeptCall
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import QUIET, RunningServer, get, running, samples, send, stream, wait_until
 
@@ -62,9 +62,12 @@ def test_background_calls_are_charged_while_they_run(server: RunningServer) -> N
     answers = [post(server, ALICE, background=True) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
-    shown = samples(get(f"{server.url}/metrics", headers=bearer(ADMIN)).text)
-    assert shown['penstock_key_tokens_total{key="alice",kind="completion"}'] == 2 * 3
-    assert shown['penstock_key_refusals_total{key="alice"}'] == 1
+
+    def counted(name: str) -> float:
+        return samples(get(f"{server.url}/metrics", headers=bearer(ADMIN)).text)[f"penstock_key_{name}"]
+
+    wait_until(lambda: counted('tokens_total{key="alice",kind="completion"}') == 2 * 3)
+    assert counted('refusals_total{key="alice"}') == 1
     for answer in answers[:2]:
         send(f"{server.url}/v1/responses/{answer.json()['id']}/cancel", json={}, headers=bearer(ALICE))
     wait_until(lambda: account(server, ALICE).num_open == 0)
@@ -129,10 +132,12 @@ def test_the_parts_of_a_call_are_freed_when_it_is_forgotten(server: RunningServe
     gc.collect()
     gc.disable()
     try:
-        for _ in range(5):
-            stored = post(server, BOB).json()["id"]
-            httpx.delete(f"{server.url}/v1/responses/{stored}", headers=bearer(BOB))
-        wait_until(lambda: not any(isinstance(item, KeptCall) for item in gc.get_objects()))
+        stored = {post(server, BOB).json()["id"] for _ in range(5)}
+        calls = [weakref.ref(call) for call in server.kept._calls.values()]
+        assert len(calls) == 5
+        for call_id in stored:
+            httpx.delete(f"{server.url}/v1/responses/{call_id}", headers=bearer(BOB))
+        wait_until(lambda: all(call() is None for call in calls))
     finally:
         gc.enable()
 

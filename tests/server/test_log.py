@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from penstock.server.serve import MAX_LINES, BackgroundLog
-from tests.server.harness import WAIT_S, get, stream
+from tests.server.harness import WAIT_S, get, stream, wait_until
 
 ROOT = Path(__file__).parents[2]
 PIPE_BYTES = 4096
@@ -31,18 +31,22 @@ def test_lines_that_nobody_reads_are_counted() -> None:
     word."""
     reads, writes = os.pipe()
     fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    os.write(writes, b"\n".rjust(PIPE_BYTES))  # so that nothing else finds room
     log = BackgroundLog(writes)
-    num_lines = MAX_LINES + PIPE_BYTES  # a line has more than one byte
+    num_lines = MAX_LINES + 9
     for number in range(num_lines):
         log.handle(record(f"line {number}"))
+        if number == 0:
+            wait_until(log._waiting.empty)  # its thread has taken the line, and waits for the reader
     with open(reads) as reader:
+        reader.readline()
         first = [reader.readline() for _ in range(MAX_LINES // 2)]  # now there is room in the queue
         log.handle(record("the last"))
         lines = []
         while not lines or not lines[-1].endswith("the last\n"):
             lines.append(reader.readline())
     kept = [line.split()[-1] for line in first + lines[:-2]]
-    assert kept == [str(number) for number in range(len(kept))]
+    assert kept == [str(number) for number in range(MAX_LINES + 1)]
     assert lines[-2] == f"log lines dropped here, because standard error was not read: {num_lines - len(kept)}\n"
     os.close(writes)
 

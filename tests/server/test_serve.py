@@ -85,7 +85,8 @@ def test_draining_refuses_new_requests(caplog: pytest.LogCaptureFixture) -> None
             assert get(f"{server.url}/status").json()["engine"]["state"] == "draining"
         server.join()
     assert server.exit_code == 0
-    assert "stopping: waiting up to 60 s for 1 open requests; a second signal ends them at once" in caplog.messages
+    said = f"stopping: waiting up to {WAIT_S} s for 1 open requests; a second signal ends them at once"
+    assert said in caplog.messages
 
 
 @pytest.mark.parametrize(("host", "api_key", "is_warned"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False)])

@@ -30,7 +30,7 @@ from penstock.cli.main import main
 fill = pack.fill_layer
 def slow(*args):
     fill(*args)
-    time.sleep(0.3)
+    time.sleep(600)  # until the signal
 pack.fill_layer = slow
 sys.exit(main(sys.argv[1:]))
 """
@@ -100,13 +100,11 @@ def test_an_interrupt_leaves_nothing_and_what_a_kill_leaves_is_no_obstacle(
         process = subprocess.Popen(
             [sys.executable, "-c", SLOW, "convert", str(source), str(target)], stderr=subprocess.PIPE, text=True
         )
-        deadline = time.monotonic() + 60
         while not (target / (PACKED + UNFINISHED)).exists():
-            assert time.monotonic() < deadline
             assert process.poll() is None, process.stderr and process.stderr.read()
             time.sleep(0.02)
         process.send_signal(signal_number)
-        _, said = process.communicate(timeout=100)
+        _, said = process.communicate()
         assert process.returncode == expected, said
         assert "Traceback" not in said
         assert target.exists() == (signal_number == signal.SIGKILL)
