@@ -353,8 +353,10 @@ def test_serve_survives_its_engine_and_drains(server):
 
 def wakings(pids: list[int]) -> int:
     """How often the threads of these processes have gone to sleep so far, and were woken again."""
-    tasks = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
-    lines = [line for task in tasks for line in (task / "status").read_text().splitlines()]
+    lines: list[str] = []
+    for task in [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]:
+        with contextlib.suppress(OSError):  # it has just ended
+            lines += (task / "status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
 
 

@@ -70,6 +70,8 @@ def test_every_item_is_done_once_and_before_the_run_returns(tmp_path: Path, kind
         assert kind == "race-detector", "the thread pool does not compile"
         pytest.skip("this compiler has no race detector")
     done = subprocess.run([str(program), str(RUNS[kind])], capture_output=True, text=True)
+    if "unexpected memory mapping" in done.stderr:  # of a kernel that scatters them farther than the detector knows
+        pytest.skip("this machine's addresses are beyond what the compiler's race detector knows")
     assert done.returncode == 0, done.stderr
 
 
