@@ -66,9 +66,9 @@ NO_CALLS = [
 ]
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<function=add>", "<parameter=a>", "</parameter>", "</function>", "[add(", "a=", ")",
-    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|channel|>",
-    "<|message|>", "commentary to=functions.", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>",
-    "{", "}", "[", "]",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+    "<|channel|>", "<|message|>", "commentary to=functions.", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
+    "<think>", "</think>", "{", "}", "[", "]",
     '{"name": "add", "arguments": ', '"', "\\", ": ", ", ", "; ", " ", "\n", '"arguments"', "null", "7", "add", "é",
 ]  # fmt: skip
 

@@ -17,7 +17,8 @@ TOKENS = {"bos_token": voc.BOS, "eos_token": voc.EOS}
 USER = {"role": "user", "content": '  What is 1 < 2 & "3"?\n'}
 ANSWER = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTrue, é 🙂 "}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Füge <x>", "parameters": {"type": "object"}}}
-CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": [1, 2.5, None, True], "a": "ü"}}}
+ARGUMENTS = {"b": [1, 2.5, None, True], "a": "ü"}
+CALL = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": ARGUMENTS}}
 
 CONVERSATIONS = {
     "one turn": [USER],
