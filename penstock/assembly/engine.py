@@ -449,13 +449,13 @@ def why_no_gpu(config: EngineConfig, model: ModelConfig, weights: Weights) -> st
     if find_model(model.architecture, model.model_impl).needs_torch:
         return "the model is computed in torch by a class that is not one of the built-in families"
     if config.parallel.pipeline_parallel_size > 1:
-        return "the stages of a pipeline compute on the CPU only"
+        return "the stages of a pipeline compute on the CPU only: use device = cpu, or tensor_parallel_size on GPUs"
     if config.parallel.is_on_ray:
-        return "processes on a Ray cluster compute on the CPU only"
+        return (
+            "processes on a Ray cluster compute on the CPU only: use device = cpu, or this machine's GPUs without Ray"
+        )
     if model.bidirectional:
         return "its tokens see the text after them, and the kernels for GPUs attend to what is before"
-    if config.lora.enable_lora:
-        return "requests have LoRA adapters, which only the CPU computes"
     if config.numerics.load_format == "mock":
         return "there is no model to compute (load_format = mock)"
     if isinstance(weights, Path) and config.numerics.load_format == "auto" and packed.find_packed(weights) is not None:

@@ -331,7 +331,8 @@ class Ledger:
             scratch = self._scratch(config, tokens, rows, sizes)
             found = kept | {"logits": logits, "scratch": scratch, "reserve": GPU_RESERVE} | drafts
             if (ranks := config.parallel.num_ranks) > 1:
-                found["exchange"] = FLOAT_BYTES * ranks * max(tokens * model.hidden_size, rows * sizes.vocab_columns)
+                width = max(model.hidden_size, config.lora.max_lora_rank)
+                found["exchange"] = FLOAT_BYTES * ranks * max(tokens * width, rows * sizes.vocab_columns)
             return found
         return {
             "runtime": self.runtime_bytes + RUNTIME_GROWTH,

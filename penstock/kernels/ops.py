@@ -111,8 +111,8 @@ class LoraTable:
         a: [S, P, R, K] dtype.
         b: [S, N / 16 rounded up, R, 16] dtype: 16 columns of all ranks, then the next ones.
         factors, offsets: [S, N] float32.
-        ranks: [S] int32 on the host, how many rows of a and b count; 0: the adapter does not change this product.
-        scaled: [S] int32 on the host, whether factors and offsets count.
+        ranks: [S] int32, how many rows of a and b count; 0: the adapter does not change this product.
+        scaled: [S] int32, whether factors and offsets count.
         piece_ends: where the columns of each piece end; the last is N.
         leaf_ends: as in Packing, with (K,) for one leaf.
     """
@@ -121,8 +121,8 @@ class LoraTable:
     b: Tensor
     factors: Tensor
     offsets: Tensor
-    ranks: Array
-    scaled: Array
+    ranks: Tensor
+    scaled: Tensor
     piece_ends: tuple[int, ...]
     leaf_ends: tuple[int, ...]
 
@@ -429,6 +429,10 @@ class Ops(Protocol):
 class AdaptingOps(Ops, Protocol):
     """A backend that can add LoRA adapters to its products."""
 
+    def group_rows(self, slots: Array) -> Array:
+        """Bring the slots of a step's rows [M] int32 (-1: none) into the form, int32 [M, ...], in which the operations
+        below read them. Those of a recorded pass read them where they were when it was recorded."""
+
     def activate(self, x: Tensor, activation: str, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
         """Compute activation(x) of x [M, N] float32 in dtype; gated: of its first half, times the second: [M, N / 2].
 
@@ -438,8 +442,8 @@ class AdaptingOps(Ops, Protocol):
     def lora_shrink(self, x: Tensor, table: LoraTable, slots: Tensor, *, out: Tensor) -> Tensor:
         """Multiply each row of x [M, K] dtype by the A of its adapter: out[m, p, j] = x[m] . a[slots[m], p, j].
 
-        out [M, P, R] float32; slots [M] int32. Only the ranks that count are written, and nothing for the slot -1. The
-        leaves are summed as those of products are.
+        out [M, P, R] float32; slots: as group_rows returns them. Only the ranks that count are written, and nothing
+        for the slot -1. The leaves are summed as those of products are.
         """
 
     def lora_expand(self, hidden: Tensor, table: LoraTable, slots: Tensor, y: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 
 from penstock.kernels.ops import AdaptingOps, LoraTable, Ops
-from penstock.kernels.tensors import FLOAT32, INT32, Array, Slot, Tensor, array_type, as_array, rounded
+from penstock.kernels.tensors import FLOAT32, INT32, Array, Slot, Tensor, array_type, rounded
 from penstock.spec.param_table import Parameter
 
 NO_ADAPTER = -1  # in place of a slot
@@ -68,29 +68,28 @@ class LoraSlots:
 
     Attributes:
         count, max_rank: how many slots there are, and the largest rank of an adapter.
-        rows: [tokens] int32, the slot of each row; NO_ADAPTER for none. Recorded programs read it at its address.
+        rows: [tokens, ...] int32, the slot of each row, as the backend groups them. Recorded programs read it at its
+            address.
+        are_used: whether a row of the step has an adapter.
     """
 
     def __init__(self, ops: Ops, count: int, max_rank: int, max_tokens: int) -> None:
         self.count, self.max_rank = count, max_rank
         rows = max(max_tokens, ops.fixed_rows) + PADDING_ROWS
-        self.rows = ops.tensor(np.full(rows, NO_ADAPTER, INT32))
+        self.rows = ops.tensor(cast(AdaptingOps, ops).group_rows(np.full(rows, NO_ADAPTER, INT32)))
+        self.are_used, self._ops = False, ops
         self._views: dict[int, Tensor] = {}
 
     def choose(self, slots: Array) -> None:
         """Set the slots of a step's rows."""
-        as_array(self.rows)[: len(slots)] = slots
-        self.first(len(slots))  # made here, because a pass that is recorded may not cut a tensor
+        self.are_used = bool((slots >= 0).any())
+        self.first(len(slots))[:] = self._ops.tensor(cast(AdaptingOps, self._ops).group_rows(slots))
 
     def first(self, count: int) -> Tensor:
-        """View the slots of the first rows."""
+        """View the slots of the first rows. `choose` cuts the view, because a pass that is recorded may not."""
         if count not in self._views:
             self._views[count] = self.rows[:count]
         return self._views[count]
-
-    def are_used(self, count: int) -> bool:
-        """Tell whether one of the first rows has an adapter."""
-        return bool((as_array(self.rows)[:count] >= 0).any())
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,8 @@ class LoraLinear:
             self.ops.empty((slots.count, -(-n // LANES), slots.max_rank, LANES), dtype),
             self.ops.empty((slots.count, n), "float32"),
             self.ops.empty((slots.count, n), "float32"),
-            np.zeros(slots.count, INT32),
-            np.zeros(slots.count, INT32),
+            self.ops.tensor(np.zeros(slots.count, INT32)),
+            self.ops.tensor(np.zeros(slots.count, INT32)),
             self.spec.piece_ends,
             self.spec.leaf_ends or (k,),
         )

@@ -75,7 +75,7 @@ class RankPlan:
         # with a sharding map, inputs and results of all products are gathered, too
         products = [item for item in read_parameters(model).values() if IN_A_LAYER.search(item.name)]
         gathered = [max(item.shape) for item in products if item.is_gathered or self.degrees.forms is not None]
-        columns = max(columns, *gathered) if gathered else columns
+        columns = max(columns, self.config.lora.max_lora_rank, *gathered)
         return 4 * max(rows * columns, model.num_experts * model.hidden_size)
 
 

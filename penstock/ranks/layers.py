@@ -191,10 +191,10 @@ class SummedLinear(Linear):
         return self.lora.expand(hidden, total)
 
     def _add_hidden(self, hidden: Tensor) -> None:
-        """Add the parts of x A^T of all ranks, if a row has an adapter."""
+        """Add the parts of x A^T of all ranks, if a row has an adapter. A recorded pass adds them in any case."""
         assert self.lora is not None
-        if self.lora.spec.slots.are_used(hidden.shape[0]):
-            own = as_array(hidden).reshape(hidden.shape[0], -1)
+        if self.lora.spec.slots.are_used or self.links.is_recorded:
+            own = hidden.reshape(hidden.shape[0], -1)
             with np.errstate(all="ignore"):  # in what no adapter has written, and none reads
                 cast(SplittingOps, self.ops).add_parts(self.links.gather(own, self.degree), None, None, out=own)
 

@@ -37,6 +37,7 @@ class OurModel:
     ops: Ops
     model: Any
     block_size: int
+    adapters: LoraSlots | None = None  # the first one holds the adapter of all tokens
 
     @classmethod
     def load(
@@ -70,8 +71,7 @@ class OurModel:
         model = load_model(directory, config, ops, max_model_len=tokens, place=place, slices=slices, lora=lora)
         for name, product in adapted_products(model).items():
             product.load(0, found.get(name))
-        lora.choose(np.zeros(tokens, np.int32))
-        return cls(directory, config, ops, model, block_size)
+        return cls(directory, config, ops, model, block_size, lora)
 
     @torch.inference_mode()
     def run(self, ids: list[int], follow: Trace | None = None) -> tuple[Trace, Tensor]:
@@ -89,6 +89,8 @@ class OurModel:
     def _context(self, tokens: int) -> ForwardContext:
         """Make the context for one prompt that begins at position 0, in blocks 0, 1, 2, ..."""
         config, ops, block_size = self.config, self.ops, self.block_size
+        if self.adapters is not None:
+            self.adapters.choose(np.zeros(tokens, np.int32))
         num_blocks = -(-tokens // block_size)
         caches, attention = [], []
         for layer, window in enumerate(config.layer_windows):

@@ -372,6 +372,9 @@ class NativeCalls:
     def tensor(self, array: Array) -> Tensor:
         return as_torch(array) if is_torch(self.dtype) else array
 
+    def group_rows(self, slots: Array) -> Array:
+        return slots
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         return self._new(shape, array_type(dtype))
 

@@ -153,6 +153,9 @@ class ReferenceOps:
             up = up.clamp(-CLAMP, CLAMP) + 1
         return _deliver(ACTIVATIONS[activation](gate) * (1.0 if up is None else up), self.dtype, out)
 
+    def group_rows(self, slots: Array) -> Array:
+        return slots
+
     def lora_shrink(self, x: Tensor, table: LoraTable, slots: Tensor, *, out: Tensor) -> Tensor:
         for slot in set(slots.tolist()) - {-1}:
             rows, rank = slots == slot, int(table.ranks[slot])

@@ -11,6 +11,7 @@ from functools import cache
 
 from penstock.errors import NotSupportedError
 from penstock.kernels.triton.launch import INTERPRETER, architecture
+from penstock.kernels.triton.sizes import PROGRAM_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Tile:
 
 Choices = tuple[tuple[int, int, Tile], ...]  # tiles for up to so many rows and columns; the first that fits is taken
 
-MANY = 2**31
+FEW, MANY = PROGRAM_ROWS[-1], 2**31
 SMALL, SMALL_BLOCKS = Tile(16, 16, 32, 4, 1), Tile(16, 16, 32, 4, 1, blocks=True)
 
 
@@ -106,6 +107,10 @@ HOPPER: dict[str, Choices] = {
     "int4 a16": any_columns(
         (16, Tile(16, 64, 256, 4, 4)), (32, Tile(32, 64, 256, 4, 2)), (MANY, Tile(64, 64, 256, 8, 2))
     ),
+    "lora_shrink": any_columns((FEW, Tile(16, 16, 256, 4, 4)), (MANY, Tile(64, 16, 128, 4, 4))),
+    "lora_shrink float32": any_columns((FEW, Tile(16, 16, 32, 4, 3)), (MANY, Tile(64, 16, 32, 4, 3))),
+    "lora_expand": any_columns((FEW, Tile(16, 32, 16, 4, 2)), (MANY, Tile(64, 32, 16, 4, 2))),
+    "lora_expand float32": any_columns((FEW, Tile(16, 32, 16, 4, 2)), (MANY, Tile(64, 32, 16, 4, 2))),
     "attend_span": any_columns((128, Tile(16, 128, 128, 4, 4)), (MANY, Tile(16, 128, 256, 8, 1))),
     "attend_span wide": any_columns((128, Tile(64, 128, 128, 4, 3)), (MANY, Tile(32, 128, 256, 8, 1))),
     "attend_span int8": any_columns((128, Tile(16, 128, 128, 4, 2)), (MANY, Tile(16, 128, 256, 8, 2))),

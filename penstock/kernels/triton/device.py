@@ -51,10 +51,11 @@ def choose(kernels: str, device: str, number: int, num_engines: int, why_not: st
         raise fail("device", device, f"auto: kernels = {NAME} compute on the {where}")
     missing = next(filter(None, (why_missing(of_rank(here, rank)) for rank in range(num_ranks))), "")
     missing = missing or _why_unequal(number_of(here), num_ranks)
+    value = shown(kernels if asked == "kernels" else device)
     if missing and asked:
-        raise invalid(asked, f"{shown(kernels if asked == 'kernels' else device)} cannot be used: {missing}")
+        raise invalid(asked, f"{value} cannot be used: {missing}")
     if why_not and asked:
-        raise NotSupportedError(f"{asked}: {shown(kernels)} cannot be used: {why_not}", param=asked)
+        raise NotSupportedError(f"{asked}: {value} cannot be used: {why_not}", param=asked)
     return None if missing or why_not else here
 
 

@@ -17,13 +17,14 @@ from penstock.kernels.metadata import (
     RouterParams,
     own,
 )
-from penstock.kernels.ops import PLAIN, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
+from penstock.kernels.ops import PLAIN, LoraTable, PackedLinear, Packing, RowSource, TensorRows, XieluCurve
 from penstock.kernels.sampling import SamplingTensors, TokenScores
 from penstock.kernels.tensors import Array, Dtype, as_array, as_torch, dtype_of
 from penstock.kernels.triton import (
     attention,
     experts,
     int4,
+    lora,
     norms,
     packed,
     products,
@@ -38,9 +39,10 @@ from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.device import LEAVES
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.launch import FixedScratch, compilations
+from penstock.kernels.triton.lora import Adapters
 from penstock.kernels.triton.packed import TritonLinear
 from penstock.kernels.triton.quantize import operand
-from penstock.kernels.triton.sizes import ALIGNED_ROWS, GATE_BYTES, PROGRAM_ROWS, count_bytes
+from penstock.kernels.triton.sizes import ALIGNED_ROWS, GATE_BYTES, PROGRAM_ROWS, count_bytes, group_rows
 from penstock.kernels.triton.work import PlannedMetadata
 
 STAGED_BYTES = 2**20  # of an array that is copied through pinned memory, at most
@@ -70,6 +72,7 @@ class TritonOps:
         self.recorder = programs.Recorder(self.device)
         self._staging = packed.Staging(self.device)
         self._experts: dict[tuple[PackedLinear, ...], Experts] = {}
+        self._adapters: dict[LoraTable, Adapters] = {}
         self._constants: dict[int, tuple[Array, Tensor]] = {}  # by the identity of an array
 
     def free_bytes(self) -> int:
@@ -201,6 +204,25 @@ class TritonOps:
         shape = len(logits), params.top_k
         to = self._output(ids, shape, torch.int64), self._output(weights, shape, torch.float32)
         return experts.route(logits, params, *to)
+
+    # --- LoRA adapters -----------------------------------------------------------------------------------------------
+
+    group_rows = staticmethod(group_rows)
+
+    def activate(self, x: Tensor, activation: str, *, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        out = self._output(out, (len(x), x.shape[1] // (2 if gated else 1)), self.dtype)
+        return rows.apply("gate" if gated else "activate", x, out, activation=activation)
+
+    def lora_shrink(self, x: Tensor, table: LoraTable, slots: Tensor, *, out: Tensor) -> Tensor:
+        return lora.shrink(x, self._adapters_of(table), slots, out)
+
+    def lora_expand(self, hidden: Tensor, table: LoraTable, slots: Tensor, y: Tensor) -> Tensor:
+        return lora.expand(hidden, self._adapters_of(table), slots, y)
+
+    def _adapters_of(self, table: LoraTable) -> Adapters:
+        if table not in self._adapters:
+            self._adapters[table] = Adapters.of(table)
+        return self._adapters[table]
 
     # --- operations in which every row is computed by itself ---------------------------------------------------------
 

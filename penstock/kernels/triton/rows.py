@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.ops import XieluCurve
-from penstock.kernels.triton.elements import divide, gate, sigmoid, tanh
+from penstock.kernels.triton.elements import activate, divide, gate, sigmoid, tanh
 from penstock.kernels.triton.launch import launch
 
 BLOCK = 1024
@@ -44,7 +44,9 @@ def change(
         y = gate(tl.load(here, mask=inside), tl.load(here + columns, mask=inside), ACTIVATION)
     else:
         y = tl.load(x + at, mask=inside).to(tl.float32)
-    if OPERATION == "add":
+    if OPERATION == "activate":
+        y = activate(y, ACTIVATION)
+    elif OPERATION == "add":
         y = y + tl.load(other + at, mask=inside)
     elif OPERATION == "add gated":
         y = y + sigmoid(tl.load(gates + at // columns, mask=inside)) * tl.load(other + at, mask=inside)
@@ -111,7 +113,7 @@ def apply(
     gates: torch.Tensor | None = None,
     activation: str = "",
 ) -> torch.Tensor:
-    """Compute every element of out, which may be x: round, gate, add, add gated, scale, softcap or xielu."""
+    """Compute every element of out, which may be x: round, activate, gate, add, add gated, scale, softcap or xielu."""
     count, four = out.numel(), (*numbers, 0.0, 0.0, 0.0, 0.0)[:4]
     arguments = x, other, gates, out, count, out.shape[-1], *four
     grid = (triton.cdiv(count, BLOCK),)

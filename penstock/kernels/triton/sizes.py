@@ -1,5 +1,6 @@
 """What kernels on a GPU take of its memory, counted without torch, Triton or a GPU: the tensors of packed weights, and
-the limits of what lies between two kernels. CountingOps stands for TritonOps where a model is only planned."""
+the limits of what lies between two kernels. CountingOps stands for TritonOps where a model is only planned. Also, how
+rows are grouped by their LoRA adapters."""
 
 import math
 from itertools import pairwise
@@ -19,6 +20,7 @@ ALIGNED_ROWS = 16  # a multiple of so many begins at an aligned address
 SPAN = 512  # positions that attention sums up at a time
 STATES_BYTES = 2**27  # of the states of spans that exist at once, at most, unless one pair of items has more
 QUAD = 4  # groups whose int4 values share words
+ITEM_FIELDS = 4  # of a row of what group_rows returns
 MAX_INTEGER_LEAF = 2**16  # elements; a longer sum of products of two bytes may overflow an int32
 
 
@@ -76,11 +78,39 @@ def leaf_table(k: int, packing: Packing) -> tuple[int, int, tuple[int, ...] | No
     return leaves, max(lengths), (0, *ends, *[k] * (leaves - len(ends)))
 
 
+def item_rows(tokens: int) -> int:
+    """Choose how many rows with the same adapter one program computes, at most, in a step of so many tokens."""
+    return 16 if tokens <= PROGRAM_ROWS[-1] else 64
+
+
+def count_items(tokens: int, slots: int) -> int:
+    """Count the items that a step may have: each has item_rows rows but for the last one of each adapter."""
+    return min(tokens, -(-tokens // item_rows(tokens)) + slots)
+
+
+def group_rows(slots: Array) -> Array:
+    """Group rows by their slots [M] int32 (-1: none), and cut the groups into items.
+
+    Returns:
+        [M, ITEM_FIELDS] int32. The first column lists the rows that have a slot, those with the same one together. The
+        others describe item i: its slot, where its rows begin in that list, and their number; 0 beyond the last item.
+    """
+    order = np.argsort(slots, kind="stable")
+    order = order[slots[order] >= 0]
+    grouped, found = slots[order], np.zeros((len(slots), ITEM_FIELDS), np.int32)
+    found[: len(order), 0] = order
+    within = np.arange(len(order)) - np.searchsorted(grouped, grouped)  # place in its group
+    first = np.flatnonzero(within % item_rows(len(slots)) == 0)
+    found[: len(first), 1:] = np.stack([grouped[first], first, np.diff(first, append=len(order))], axis=1)
+    return found
+
+
 class CountingOps:
     """The sizes of TritonOps, and none of its operations. Its tensors have a shape and a type, and no memory."""
 
     name, device, is_planned, fixed_rows = "triton", "cpu", True, PROGRAM_ROWS[-1]
     experts = None  # layers of experts keep the operation, and nothing calls it
+    group_rows = staticmethod(group_rows)
 
     def __init__(self, dtype: str, leaves: int = LEAVES) -> None:
         self.dtype: ArrayType = NAMES[dtype]

@@ -17,10 +17,10 @@ import torch
 import triton
 
 from penstock.kernels.metadata import AttentionParams, CacheSpec, Heads, RotaryParams, RouterParams
-from penstock.kernels.ops import Packing
+from penstock.kernels.ops import LoraTable, Packing
 from penstock.kernels.sampling import SamplingTensors
 from penstock.kernels.scheme import Scheme
-from penstock.kernels.triton import attention, experts, int4, norms, products, rotary, rows, sampling
+from penstock.kernels.triton import attention, experts, int4, lora, norms, products, rotary, rows, sampling
 from penstock.kernels.triton.cache import TritonCache
 from penstock.kernels.triton.experts import Experts
 from penstock.kernels.triton.launch import compiling
@@ -64,6 +64,16 @@ def experts_of_a_layer() -> None:
         up, down = (linear(*size, Packing((), scheme)) for size in ((1536, 2048), (2048, 768)))
         tables = Experts(up, table), Experts(down, table)
         experts.experts(x, *tables, chosen, "silu", meta(4, 2048, dtype=F32), weigh_inputs=False)
+
+
+def adapters(rows: int, dtype: torch.dtype = BF16) -> None:
+    """Four adapters of a rank of up to 64, for q, k and v."""
+    a, b, scales = meta(4, 3, 64, 4096, dtype=dtype), meta(4, 384, 64, 16, dtype=dtype), meta(4, 6144, dtype=F32)
+    words = meta(4, dtype=torch.int32)
+    table = lora.Adapters.of(LoraTable(a, b, scales, scales, words, words, (4096, 5120, 6144), (4096,)))
+    items, hidden = meta(rows, 4, dtype=torch.int32), meta(rows, 3, 64, dtype=F32)
+    lora.shrink(meta(rows, 4096, dtype=dtype), table, items, hidden)
+    lora.expand(hidden, table, items, meta(rows, 6144, dtype=F32))
 
 
 def row_cases() -> Iterator[Case]:
@@ -146,12 +156,16 @@ def cases(architecture: int) -> Iterator[Case]:
     for count in (16, 64) if architecture == 90 else (64,):
         yield f"int4 product of {count} rows", lambda count=count: int4_product(count, "int4")
         yield f"int4-a16 product of {count} rows", lambda count=count: int4_product(count, "int4-a16")
+    for count in (16, 4096):
+        yield f"adapters of {count} rows", lambda count=count: adapters(count)
     yield from attention_cases(architecture)
     yield from sampling_cases(architecture)
     if architecture == 90:
         yield from row_cases()
         yield "int8-x3 product", lambda: product(16, Packing(EIGHT, Scheme.parse("int8-x3")))
         yield "float32 product", lambda: product(16, Packing(), F32)
+        yield "float32 adapters", lambda: adapters(4096, F32)
+        yield "float32 adapters of few rows", lambda: adapters(16, F32)
 
 
 def report(kernel: Any) -> dict[str, Any]:

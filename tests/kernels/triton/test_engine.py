@@ -3,6 +3,7 @@
 Models are as small as they can be, because an operation of a program takes 20 microseconds there.
 """
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="an extra")
 
-from penstock import LLM, RequestOutput, SamplingParams
+from penstock import LLM, LoRARequest, RequestOutput, SamplingParams
 from penstock.assembly import build_engine, plan_engine
 from penstock.config import EngineConfig
 from penstock.errors import ExecutorLostError, InvalidRequestError
@@ -39,6 +40,7 @@ from penstock_lab.prove.proof import Outcome, Subject, Trials
 from tests.families.case import all_cases
 from tests.hf_models import Made, random_ids
 from tests.lab.planner.test_plan import GEMMA, LLAMA, MIXTRAL
+from tests.lora.peft_adapters import make_adapter
 from tests.weights.files import FILES, File
 from tests.weights.quantized_files import MODELS, quantise
 
@@ -222,6 +224,28 @@ def test_coded_weights(tmp_path: Path) -> None:
         start(directory, activation_dtype="int8-x3")
     with pytest.raises(InvalidRequestError, match="quantised already"):
         start(directory, quantization="int8")
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """Guards against an adapter that meets another product than in PEFT, or a row that does not have its own; and, in a
+    crowd, against bits that are not those of an engine that has only the request's adapter, or none. The second time,
+    steps are cached and recorded."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    base, directory = made("llama", tmp_path, **sizes)
+    models: list[Any] = [base]
+    for name, fields in (("a", {"r": 3}), ("b", {"r": 2, "use_dora": True})):
+        models.append(make_adapter(copy.deepcopy(base), tmp_path / name, seed=len(models), **fields))
+    chosen = [None, LoRARequest("a", str(tmp_path / "a")), LoRARequest("b", str(tmp_path / "b"))]
+    prompts = [random_ids(length, length, 67) for length in (18, 3, 5)]
+    options = {"enable_lora": True, "max_lora_rank": 4, "max_num_batched_tokens": 13}
+    crowd = start(directory, **options, max_loras=2)
+    outputs = crowd.generate(prompts, GREEDY, lora_request=chosen)
+    for model, prompt, output in zip(models, prompts, outputs, strict=True):
+        check(model, prompt, output, TOLERANCE["float32"])
+    assert answers(crowd.generate(prompts, GREEDY, lora_request=chosen)) == answers(outputs)
+    plain, one = start(directory), start(directory, **options)  # where b takes the place of a
+    for engine, prompt, own, output in zip((plain, one, one), prompts, chosen, outputs, strict=True):
+        assert answers(engine.generate([prompt], GREEDY, lora_request=own)) == answers([output])
 
 
 DECODED = ("GGUF, Q4_K_M", "GGUF, IQ4_XS", "AWQ", "GPTQ, `desc_act`", "MXFP4", "NVFP4", "bitsandbytes, NF4")

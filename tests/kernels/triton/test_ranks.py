@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="an extra")
 
-from penstock import SamplingParams
+from penstock import LoRARequest, SamplingParams
 from penstock.errors import ExecutorLostError
 from penstock.kernels.ops import REDUCTION_LEAVES, Packing, SplittingOps, TensorRows
 from penstock.kernels.scheme import Scheme
@@ -18,6 +18,7 @@ from penstock.kernels.triton.ops import TritonOps
 from tests.hf_models import random_ids
 from tests.kernels.triton.compare import DEVICE, bits, draw
 from tests.kernels.triton.test_engine import answers, made, start
+from tests.lora.peft_adapters import make_adapter
 
 K, N, LEAF = 256, 12, 32
 
@@ -48,8 +49,9 @@ def test_parts_have_the_bits_of_the_whole(rows: int, scheme: str | None) -> None
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 67}
+LORA = {"enable_lora": True, "max_lora_rank": 40}  # more than the model is wide
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # family, ranks, options
-    "llama, 4 ranks": ("llama", 4, {"dtype": "float32"}),
+    "llama with an adapter, 4 ranks": ("llama", 4, {"dtype": "float32"} | LORA),
     "mixtral, 2 ranks": ("mixtral", 2, {"quantization": "int8", "kv_cache_dtype": "int8"}),  # experts meet on the host
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
@@ -62,16 +64,21 @@ def test_ranks_have_the_bits_of_one_device(name: str, tmp_path: Path, monkeypatc
     """Guards against a rank's part that is another one's, a tensor that is read before it has come or after the next
     one has, a recorded pass that leaves out an exchange, and a fingerprint that is not that of 8 leaves."""
     family, ranks, options = CASES[name]
-    _, directory = made(family, tmp_path, **SIZES, num_attention_heads=4, num_key_value_heads=4)
+    model, directory = made(family, tmp_path, **SIZES, num_attention_heads=4, num_key_value_heads=4)
     rule = tmp_path / "rule.py"  # every process multiplies as the hardware does
     rule.write_text("from tests.kernels.triton import hardware\n\nhardware.install()\n")
     limits = {"max_num_batched_tokens": 13, "max_num_seqs": 2, "imports": [str(rule)]}
     shared = start(directory, **limits, **options, tensor_parallel_size=ranks)
     prompts, params = [random_ids(15, 0, 67), random_ids(3, 1, 67)], [GREEDY, SAMPLED]
-    found = [answers(shared.generate(prompts, params)) for _ in range(2)]  # computed, then cached and recorded
+    adapters: list[LoRARequest | None] = [None, None]
+    if "enable_lora" in options:
+        make_adapter(model, tmp_path / "adapter")
+        adapters[0] = LoRARequest("a", str(tmp_path / "adapter"))
+    requests: dict[str, Any] = {"prompts": prompts, "sampling_params": params, "lora_request": adapters}
+    found = [answers(shared.generate(**requests)) for _ in range(2)]  # computed, then cached and recorded
     monkeypatch.setattr(device, "LEAVES", REDUCTION_LEAVES)
     alone = start(directory, **limits, **options)
-    assert found == [answers(alone.generate(prompts, params))] * 2
+    assert found == [answers(alone.generate(**requests))] * 2
     assert shared.engine.model_info.system_fingerprint == alone.engine.model_info.system_fingerprint
     executor = cast(Any, shared.engine.engine)._executor
     assert executor.group.bytes_received

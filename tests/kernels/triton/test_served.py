@@ -67,7 +67,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     found |= {"STORE": "store", "ADAPTER": "adapter"}
     models = {"MODEL": model, "CODED": coded, "HEADS": heads, "EXPERTS": experts}
     paths = {name: str(path) for name, path in models.items()}
-    return paths | {name: str(directory / file) for name, file in found.items()}
+    paths |= {name: str(directory / file) for name, file in found.items()}
+    return paths | {"a=ADAPTER": f"a={paths['ADAPTER']}"}
 
 
 def check_row(name: str, text: str) -> None:
