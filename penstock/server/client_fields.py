@@ -86,7 +86,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "image": Unsupported("block"),
     "image_generation": Unsupported("tool"),
     "image_url": Unsupported("part"),
-    "include_reasoning": Unsupported("chat responses", (True,)),
+    "include_reasoning": Unsupported("responses", (True,)),
     "images": Unsupported("ollama_message ollama_generate", ([],)),
     "inference_geo": Unsupported("messages"),
     "input_audio": Unsupported("part"),

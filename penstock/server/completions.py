@@ -244,6 +244,7 @@ class ChatShape(Shape[ChatRequest]):
         rules = rules_of(context, self.body, prompts[0])
         tokenizer = context.tokenizer() if rules.marks else None
         self._answers = ChatAnswers(self.generation.id, rules, tokenizer, legacy=bool(self.body.functions))
+        self._answers.shows_reasoning = self.body.include_reasoning is not False
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -371,10 +372,11 @@ class ChatAnswers:
     Attributes:
         num_reasoning_tokens: in all choices so far.
         legacy: whether a call is shown as function_call, as in the API before tools.
+        shows_reasoning: whether messages and deltas have it.
     """
 
     def __init__(self, answer_id: str, rules: Rules, tokenizer: Tokenizer | None, *, legacy: bool = False) -> None:
-        self.legacy = legacy
+        self.legacy, self.shows_reasoning = legacy, True
         self.num_reasoning_tokens = 0
         self._id = answer_id
         self._rules = rules
@@ -387,7 +389,7 @@ class ChatAnswers:
         message = Message()
         message.add(self.parts(choice))
         shaped = shapes.ChatMessage(role="assistant", content=message.content)
-        if message.reasoning:
+        if message.reasoning and self.shows_reasoning:
             shaped.reasoning_content = shaped.reasoning = message.reasoning
         if message.calls and self.legacy:
             shaped.content = message.content or None
@@ -402,7 +404,8 @@ class ChatAnswers:
 
     def deltas(self, choice: CompletionOutput) -> list[shapes.Delta]:
         """Format the new part of a choice, one delta per parsed part."""
-        return [self._delta(choice.index, part) for part in self.parts(choice)]
+        shown = [part for part in self.parts(choice) if self.shows_reasoning or part.kind is not Kind.REASONING]
+        return [self._delta(choice.index, part) for part in shown]
 
     def finish_reason(self, choice: CompletionOutput) -> str | None:
         """Name the reason why a choice has ended: "tool_calls" if it stopped after one; None while it runs."""

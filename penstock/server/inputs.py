@@ -261,7 +261,7 @@ async def render(
 
     A variable that is null is not given.
     """
-    messages, kwargs = body.messages or [], body.chat_template_kwargs or {}
+    messages, kwargs = body.messages or [], {**(body.chat_template_kwargs or {}), **_switch(context, body)}
     if not 1 <= len(messages) <= MAX_MESSAGES:
         message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(message, param="messages")
@@ -284,6 +284,22 @@ async def render(
     options |= {"add_generation_prompt": adds, "continue_final_message": continues}
     work = partial(render_chat, context.tokenizer(), turns, **options)
     return await tokenizing(context, work, len(text))
+
+
+def _switch(context: ServerContext, body: ChatRequest) -> dict[str, bool]:
+    """Find the variable for `enable_thinking`. A model without a switch may be asked for what it does anyway."""
+    name, wanted, template = "enable_thinking", body.enable_thinking, context.tokenizer().chat_template
+    if wanted is None:
+        return {}
+    if (body.chat_template_kwargs or {}).get(name, wanted) != wanted:
+        raise InvalidRequestError(f"{name}: {KWARGS} has another {name}", param=name)
+    text = "" if template is None else template.text
+    if name in text:
+        return {name: wanted}
+    if wanted is (reasoning_format_of(text, context.options.reasoning_parser) is None):
+        message = f"{name}: {wanted} is not supported; the model's chat template has no switch for its reasoning"
+        raise NotSupportedError(message, param=name)
+    return {}
 
 
 def _implied(context: ServerContext, body: ChatRequest) -> dict[str, Any]:

@@ -335,6 +335,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     reasoning_effort: Effort | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

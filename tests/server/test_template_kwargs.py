@@ -170,6 +170,25 @@ def test_reasoning_effort() -> None:
         assert bytes(fake.seen[0][0]).decode() == f"Hi{said}"
 
 
+def test_enable_thinking_by_itself() -> None:
+    """Guards against a switch that changes nothing, for clients that send it outside chat_template_kwargs, and against
+    two switches of which one loses."""
+    path = "/v1/chat/completions"
+    assert answered(path, {"enable_thinking": False}, DEFAULTS) == answered(path, THINKS_NOT, DEFAULTS)
+    assert answered(path, {"enable_thinking": True}, DEFAULTS)[1].endswith("<assistant>s")
+    for other in (THINKS_NOT, {"reasoning_effort": "none"}):
+        assert answered(path, {"enable_thinking": True, **other}, DEFAULTS)[0] == 400
+    for template, accepted in (
+        ("{{ messages[0].content }}", False),
+        ("{{ messages[0].content }}<think></think>", True),
+    ):
+        client = app_client(FakeEngineClient(chat_template=template))
+        for wanted in (False, True):
+            answer = client.post(path, json={**BODIES[path], "enable_thinking": wanted})
+            assert answer.status_code == (200 if wanted is accepted else 400)
+            assert wanted is accepted or answer.json()["error"]["param"] == "enable_thinking"
+
+
 # --- the server's own variables ---------------------------------------------------------------------------------------
 
 DEFAULTS = dataclasses.replace(QUIET, default_chat_template_kwargs={"enable_thinking": False, "style": "s"})

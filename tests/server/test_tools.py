@@ -233,6 +233,20 @@ def test_reasoning(template: str) -> None:
     assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] == text.index("</think>") + len("</think>")
 
 
+def test_reasoning_that_is_not_wanted() -> None:
+    """Guards against thoughts in an answer that was to be without them, and tokens that are not counted for it."""
+    body = {"include_reasoning": False, "tools": TOOLS}
+    text = f"Hm, so.\n</think>\n\n{TWICE}"
+    choice, _ = ask(text, body, THINKING)
+    assert set(choice["message"]) == {"role", "content", "refusal", "tool_calls"}
+    parts = chunks(PATH, {"messages": [USER], "max_tokens": 500, **body, "stream_options": {"include_usage": True}},
+                   fake(text, THINKING))  # fmt: skip
+    deltas = [choice["delta"] for part in parts for choice in part["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
+    assert not any("reasoning" in delta or "reasoning_content" in delta for delta in deltas)
+    assert parts[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("Hm, so.\n</think>")
+
+
 def test_reasoning_and_calls() -> None:
     """Guards against calls inside of thoughts, and a demanded call that leaves no room for thoughts."""
     text = f"I might {CALLED}.</think>{CALLED}"
