@@ -70,8 +70,10 @@ from penstock.server.inputs import chat_prompts, completion_prompts, salted
 from penstock.server.kept_calls import KeptCalls
 from penstock.server.keys import KeyRing
 from penstock.server.llama_cpp import (
+    InfillRequest,
     NativeChatRequest,
     NativeCompletionRequest,
+    create_infill,
     create_native_chat,
     create_native_completion,
     list_slots,
@@ -205,6 +207,7 @@ def _routes() -> list[Route]:
         Route("/api/show", show_ollama_model, methods=["POST"]),
         Route("/api/pull", pull_ollama_model, methods=["POST"]),
         Route("/completion", create_native_completion, methods=["POST"]),
+        Route("/infill", create_infill, methods=["POST"]),
         Route("/chat", create_native_chat, methods=["POST"]),
         Route("/apply-template", apply_template, methods=["POST"]),
         Route("/props", show_properties),
@@ -643,6 +646,7 @@ BODIES: dict[Any, tuple[type, type | None]] = {  # handler -> the body that it r
     show_ollama_model: (OllamaShowRequest, None),
     pull_ollama_model: (OllamaPullRequest, None),
     create_native_completion: (NativeCompletionRequest, None),
+    create_infill: (InfillRequest, None),
     create_native_chat: (NativeChatRequest, None),
     apply_template: (TemplateRequest, None),
     create_embeddings: (EmbeddingRequest, None),

@@ -25,6 +25,7 @@ MAX_MESSAGES = 4096  # in a conversation; also the number of parts of a message 
 INSIDE = {  # place -> the fields in which lists of other places are
     "block": {"content": "block"},
     "chat": {"messages": "message", "tools": "chat_tool"},
+    "completion": {"input_extra": "extra_file"},
     "message": {"content": "part"},
     "messages": {"messages": "turn", "tools": "client_tool"},
     "ollama_chat": {"messages": "ollama_message"},
@@ -119,7 +120,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "speed": Unsupported("messages", ("standard",)),
     "safe_prompt": Unsupported("chat", (False,)),
     "structural_tag": Unsupported(instead="it is a key of structured_outputs, or a type of response_format"),
-    "suffix": Unsupported("ollama_generate", ("",)),
     "template": Unsupported("ollama_generate", ("",), forbidden=True),
     "text_editor": Unsupported("client_tool"),
     "tool_search": Unsupported("tool"),

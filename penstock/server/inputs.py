@@ -117,7 +117,10 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
     prompts = []
     for item in items:
         if body.suffix:
-            prompts.append(await _between(context, body, item, info))
+            special = body.add_special_tokens is not False
+            prompts.append(await between(context, item, body.suffix, info, add_special_tokens=special))
+            if not is_cut:
+                check_num_tokens("prompt", len(prompts[-1].token_ids), info.max_model_len)
         elif isinstance(item, str):
             special = body.add_special_tokens is not False
             how = {"add_special_tokens": special, "is_cut": is_cut}
@@ -131,21 +134,18 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
     return prompts
 
 
-async def _between(
-    context: ServerContext, body: CompletionRequest, item: str | list[int], info: ModelInfo
+async def between(
+    context: ServerContext, prompt: str | list[int], suffix: str, info: ModelInfo, **options: Any
 ) -> PromptRequest:
-    """Make the prompt that asks for the text between a prompt and its suffix."""
-    fill_in, suffix = fill_in_of(context.tokenizer()), body.suffix or ""
-    if fill_in is None or not isinstance(item, str):
+    """Make the prompt that asks for the text between a prompt and its suffix. options: those of FillIn.prompt."""
+    fill_in = fill_in_of(context.tokenizer())
+    if fill_in is None or not isinstance(prompt, str):
         what = "this model's tokenizer has no tokens for filling in" if fill_in is None else "the prompt must be a text"
         raise InvalidRequestError(f"suffix: {what}", param="suffix")
-    check_prompt_length(item + suffix, info.max_model_len)
-    special = body.add_special_tokens is not False
-    work = partial(fill_in.prompt, context.tokenizer(), item, suffix, add_special_tokens=special)
-    ids = await tokenizing(context, work, len(item) + len(suffix))
-    if body.truncate_prompt_tokens is None:
-        check_num_tokens("prompt", len(ids), info.max_model_len)
-    return PromptRequest(ids, item)
+    check_prompt_length(prompt + suffix, info.max_model_len)
+    work = partial(fill_in.prompt, context.tokenizer(), prompt, suffix, **options)
+    size = sum(len(text) for _, text in options.get("files", ()))
+    return PromptRequest(await tokenizing(context, work, len(prompt) + len(suffix) + size), prompt)
 
 
 def ending_before_suffix(context: ServerContext, params: SamplingParams) -> SamplingParams:
@@ -195,6 +195,12 @@ async def chat_prompts(context: ServerContext, body: ChatRequest, info: ModelInf
     return [PromptRequest(await _encode(context, chat, info, "messages", **how))]
 
 
+def room_for_prompt(info: ModelInfo, max_tokens: int | None) -> int:
+    """Count the tokens that a prompt may have if there is to be room for an answer."""
+    size = info.max_model_len
+    return size - min(max_tokens or size, size // SHARE_FOR_ANSWER)
+
+
 async def latest_prompts(
     context: ServerContext, body: ChatRequest, info: ModelInfo, max_tokens: int | None
 ) -> list[PromptRequest]:
@@ -203,8 +209,7 @@ async def latest_prompts(
     Whole turns are left out, because templates expect alternating roles, and results need their calls. What the system
     says first, and the last turn, always stay.
     """
-    messages, size = body.messages, info.max_model_len
-    room = size - min(max_tokens or size, size // SHARE_FOR_ANSWER)
+    messages, room = body.messages, room_for_prompt(info, max_tokens)
     first = next((at for at, message in enumerate(messages) if message.role not in ("system", "developer")), 0)
     starts = [first, *(at for at in range(first + 1, len(messages)) if messages[at].role == "user")]
     found: dict[int, list[PromptRequest]] = {}

@@ -40,6 +40,7 @@ from penstock.server.inputs import (
     chat_prompts,
     check_form,
     completion_prompts,
+    ending_before_suffix,
     rules_of,
     salted,
     with_rules,
@@ -271,12 +272,19 @@ class OllamaGenerateRequest(TextRequest, kw_only=True, frozen=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    suffix: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the prompt is not rendered."""
+        return bool(self.raw or self.suffix)
 
     def check(self) -> None:
         super().check()
         for name in ("system", "think"):
-            if self.raw and getattr(self, name):
-                raise InvalidRequestError(f"{name}: not allowed with raw: the prompt is not rendered", param=name)
+            if self.is_plain and getattr(self, name):
+                message = f"{name}: not allowed with raw or suffix: the prompt is not rendered"
+                raise InvalidRequestError(message, param=name)
 
     def messages_of_chat(self) -> list[dict[str, Any]]:
         texts = (("system", self.system), ("user", self.prompt)) if self.prompt else ()
@@ -489,9 +497,10 @@ async def _create(request: Request, body: TextRequest) -> Response:
         chat = chat_of(context, body, messages)
         params = chat_params(chat, info)
         await check_form(request, chat, params)
-        if isinstance(body, OllamaGenerateRequest) and body.raw:
-            rules, text = Rules(), to_request({"prompt": body.prompt}, CompletionRequest)
+        if isinstance(body, OllamaGenerateRequest) and body.is_plain:
+            rules, text = Rules(), to_request({"prompt": body.prompt, "suffix": body.suffix}, CompletionRequest)
             prompts = await completion_prompts(context, text, info)
+            params = ending_before_suffix(context, params) if body.suffix else params
         else:
             prompts = await chat_prompts(context, chat, info)
             rules = rules_of(context, chat, prompts[0])

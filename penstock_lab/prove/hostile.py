@@ -26,7 +26,7 @@ from penstock.server.embeddings import (
     ScoreRequest,
     VectorsRequest,
 )
-from penstock.server.llama_cpp import NativeChatRequest, NativeCompletionRequest
+from penstock.server.llama_cpp import InfillRequest, NativeChatRequest, NativeCompletionRequest
 from penstock.server.messages import CountRequest, MessageRequest
 from penstock.server.models import OllamaPullRequest, OllamaShowRequest
 from penstock.server.ollama import OllamaChatRequest, OllamaEmbeddingsRequest, OllamaEmbedRequest, OllamaGenerateRequest
@@ -65,6 +65,7 @@ KINDS: dict[str, type[Strict]] = {
     "/api/show": OllamaShowRequest,
     "/api/pull": OllamaPullRequest,
     "/completion": NativeCompletionRequest,
+    "/infill": InfillRequest,
     "/chat": NativeChatRequest,
     "/apply-template": TemplateRequest,
     "/v1/load_lora_adapter": LoadAdapterRequest,

@@ -38,20 +38,22 @@ CHAT_TEMPLATE = (
 
 
 class FakeTokenizer:
-    """One token per byte; BOS and EOS are special."""
+    """One token per byte; BOS and EOS are special, and so are `marks`, each a token if it is all of the text."""
 
     vocab_size = VOCAB_SIZE
     bos_token_id: int | None = BOS
     eos_token_id: int | None = EOS
-    special_ids = frozenset({BOS, EOS})
     joins_bytes = True
     byte_fallback_ids: frozenset[int] = frozenset()
 
-    def __init__(self, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    def __init__(self, chat_template: str | None = CHAT_TEMPLATE, marks: Sequence[str] = ()) -> None:
         self.chat_template = None if chat_template is None else ChatTemplate(chat_template)
+        self.special_ids = frozenset(range(BOS, EOS + 1 + len(marks)))
+        self._marks = {mark: EOS + 1 + index for index, mark in enumerate(marks)}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [BOS] * add_special_tokens + list(text.encode())
+        ids = [self._marks[text]] if text in self._marks else list(text.encode())
+        return [BOS] * add_special_tokens + ids
 
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -63,7 +65,7 @@ class FakeTokenizer:
         return self.token_to_bytes(token_id).decode(errors="replace")
 
     def token_to_bytes(self, token_id: int) -> bytes:
-        named = {BOS: b"<s>", EOS: b"</s>"}
+        named = {BOS: b"<s>", EOS: b"</s>", **{at: mark.encode() for mark, at in self._marks.items()}}
         return bytes([token_id]) if token_id < 256 else named.get(token_id, b"")
 
 

@@ -13,6 +13,7 @@ from schemathesis.checks import not_a_server_error
 
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
+from penstock.tokenizer.fill_in import MARKS
 from penstock_lab.prove.attacks.attack import judge
 from penstock_lab.prove.hostile import ALLOWED_STATUSES, KINDS
 from tests.server.fakes import FakeEngineClient
@@ -33,7 +34,7 @@ def openapi() -> dict[str, Any]:
 schema = schemathesis.openapi.from_dict(openapi())
 schema.config.phases.coverage.enabled = False
 schema.app = create_app(
-    FakeEngineClient(max_model_len=64), ServerOptions(allowed_hosts=("testserver",), access_log=False)
+    FakeEngineClient(max_model_len=64, marks=MARKS[0]), ServerOptions(allowed_hosts=("testserver",), access_log=False)
 )
 
 

@@ -6,16 +6,20 @@ from typing import Any
 import pytest
 
 from penstock.interface.sampling_params import SamplingParams
+from penstock.tokenizer.fill_in import MARKS, REPOSITORIES
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import app_client
 
+CODER = (*MARKS[0], *REPOSITORIES[0])
 USER: Any = {"role": "user", "content": "What is 1 + 2?"}
 ASKED: dict[str, Any] = {"prompt": "Once", "n_predict": 6}
 
 
-def posted(body: dict[str, Any], path: str = "/completion", text: str | None = None) -> Any:
+def posted(
+    body: dict[str, Any], path: str = "/completion", text: str | None = None, size: int = 256, delay_s: float = 0.0
+) -> Any:
     """The answer to a body, and the prompts and parameters that the engine saw."""
-    engine = FakeEngineClient(Behaviour(text=text), max_model_len=256)
+    engine = FakeEngineClient(Behaviour(text=text, delay_s=delay_s), max_model_len=size, marks=CODER)
     response = app_client(engine).post(path, json=body)
     return (
         response,
@@ -79,6 +83,10 @@ def test_several_prompts() -> None:
     """Guards against answers of several prompts that cannot be told apart."""
     answers = posted({"prompt": ["One", "Two"], "n_predict": 2})[0].json()
     assert [(answer["index"], answer["prompt"]) for answer in answers] == [(0, "One"), (1, "Two")]
+    both = posted({"prompt": ["One", "Two"], "n_predict": 2, "n_cmpl": 2})[0].json()
+    assert [(answer["index"], answer["prompt"]) for answer in both] == list(enumerate(["One", "One", "Two", "Two"]))
+    vscode = {**VIM, "n_cmpl": 3, "response_fields": None}
+    assert [answer["content"] for answer in filled(vscode, text="x")[0].json()] == ["x"] * 3
     parts = events(posted({"prompt": ["One", "Two"], "n_predict": 2, "stream": True})[0])
     assert sorted(part["index"] for part in parts if part["stop"]) == [0, 1]
 
@@ -101,10 +109,11 @@ def test_options() -> None:
     ("wrong", "param"),
     [
         ({"n_predict": -3}, "n_predict"),
+        ({"n_cmpl": 10**6}, "n_cmpl"),
         ({"n_probs": 2**21}, "n_probs"),
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
         ({"repeat_penalty": 0}, "repeat_penalty"),
-        ({"samplers": ["top_k"]}, "samplers"),
+        ({"samplers": ["top-k"]}, "samplers"),
         ({"max_new_tokens": 3}, "n_predict"),
         ({"stream": "maybe"}, "stream"),
         ({"grammar": "x", "json_schema": {}}, "json_schema"),
@@ -152,6 +161,117 @@ def test_the_server_describes_itself() -> None:
     engine.open.add("a")
     assert [slot["is_processing"] for slot in app_client(engine).get("/slots").json()] == [True]
     assert app_client(engine).get("/slots?fail_on_no_slot=1").status_code == 503
+
+
+# --- infilling --------------------------------------------------------------------------------------------------------
+
+# What llama.vim sends for a suggestion, and ahead of it to have pieces of other files computed.
+PIECES = [{"filename": "a.py", "text": "x = 1\n", "time": [1, 2]}, {"filename": "", "text": "y = 2\n", "time": [3, 4]}]
+TIMES = ("n", "ms", "per_token_ms", "per_second")
+VIM: dict[str, Any] = {
+    "id_slot": 0, "input_prefix": "def f():\n", "input_suffix": "\nf()\n", "input_extra": PIECES, "prompt": "    ",
+    "n_predict": 128, "stop": ["STOP"], "n_indent": 4, "top_k": 40, "top_p": 0.9, "stream": False,
+    "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 5000,
+    "response_fields": ["content", *(f"timings/{what}_{time}" for what in ("prompt", "predicted") for time in TIMES),
+                        "truncated", "tokens_cached"],
+}  # fmt: skip
+AHEAD: dict[str, Any] = {
+    **VIM, "input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0, "temperature": 0.0, "samplers": [],
+    "t_max_prompt_ms": 1, "t_max_predict_ms": 1, "response_fields": [""],
+}  # fmt: skip
+BEGIN, FILES = [256], b"\x03repository\n\x04a.py\nx = 1\n\x04\ny = 2\n\x04current\n"
+
+
+def filled(body: dict[str, Any], **options: Any) -> tuple[Any, bytes, SamplingParams]:
+    """The answer, the prompt with numbers for the five marks, and the parameters."""
+    engine = FakeEngineClient(Behaviour(text=options.pop("text", None)), marks=CODER, **options)
+    answer = app_client(engine).post("/infill", json=body)
+    assert answer.status_code == 200, answer.text
+    ids, params, _ = engine.seen[0]
+    assert ids[0] == 256
+    return answer, bytes(i - 258 if i >= 258 else i for i in ids[1:]), params
+
+
+def test_llama_vim() -> None:
+    """Guards against an editor whose request is refused, texts in each other's place, an answer without the values that
+    it shows, and a request sent ahead whose prompt is not the beginning of the one that follows."""
+    answer, prompt, params = filled(VIM, text="return 1")
+    assert prompt == FILES + b"\x00def f():\n    \x01\nf()\n\x02"
+    assert (answer.json()["content"], list(answer.json())) == ("return 1", VIM["response_fields"])
+    assert answer.json()["timings/predicted_n"] == len("return 1") + 1
+    assert answer.headers["x-ignored-fields"] == "t_max_prompt_ms, time"
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.0, 40, 0.9, 128)
+    assert set(params.stop_token_ids or ()) == set(range(258, 263))
+    ahead, prompt, params = filled(AHEAD)
+    assert ahead.json() == {}
+    assert prompt == FILES + b"\x00\x01\x02"
+
+
+def test_what_has_no_room_is_left_out() -> None:
+    """Guards against an editor that gets nothing in a small context, and against losing what is nearest instead."""
+    whole = len(filled(VIM)[1])
+    kept = b"\x03repository\n\x04\ny = 2\n\x04current\n\x00def f():\n    \x01\nf()\n\x02"
+    assert filled({**VIM, "n_predict": 0}, max_model_len=whole + 1)[1] == kept
+    long = {**VIM, "input_prefix": "a" * 300 + "b", "input_suffix": "c" + "d" * 300, "n_predict": 0}
+    assert filled(long, max_model_len=100)[1] == b"\x00" + b"a" * 67 + b"b    \x01c" + b"d" * 22 + b"\x02"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_lines_with_less_indentation_end_the_answer(stream: bool) -> None:
+    """Guards against a suggestion that goes on after the block, one that is cut in its first line or by an empty line,
+    and an engine that goes on for nobody."""
+    text = "return [\n        1,\n\n    ]\n  x\ny"
+    body = {**VIM, "response_fields": [], "stream": stream}
+    answer, _, _ = filled(body, text=text)
+    parts = events(answer) if stream else [answer.json()]
+    assert "".join(part["content"] for part in parts) == "return [\n        1,\n\n    ]\n  "
+    assert (parts[-1]["stop_type"], parts[-1]["truncated"]) == ("limit", False)
+    for tokens in ({"n_indent": 0}, {"n_indent": 2, "input_extra": None}):
+        answer, _, _ = filled({**VIM, **tokens}, text=text)
+        assert answer.json()["content"] == (text if not tokens["n_indent"] else text[:-1])
+
+
+class OneEndsEarly(FakeEngineClient):
+    """Answers prompts that end with a 1 with a line that has no indentation."""
+
+    def _tokens(self, ids: list[int], *rest: Any) -> Any:
+        self.behaviour = Behaviour(text="a\nb" + "c" * 20 if ids[-1] == ord("1") else " d e f")
+        return super()._tokens(ids, *rest)
+
+
+def test_one_of_two_answers_ends_at_a_line() -> None:
+    """Guards against an answer that ends with another one's, or goes on after its end."""
+    for prompt, texts, most in ((["x1", "x2"], ["a\n", " d e f"], 99), (["x1"], ["a\n"], 5)):
+        engine = OneEndsEarly()
+        answers = app_client(engine).post("/completion", json={"prompt": prompt, "n_indent": 2}).json()
+        answers = answers if len(prompt) > 1 else [answers]
+        assert [answer["content"] for answer in answers] == texts
+        assert [answer["stop_type"] for answer in answers] == ["limit", "eos"][: len(prompt)]
+        assert engine.num_tokens < most
+        assert not engine.open
+
+
+def test_lines_that_come_too_late() -> None:
+    """Guards against a limit without effect, and one that cuts within the first line."""
+    body = {**VIM, "n_indent": 0, "response_fields": [], "t_max_predict_ms": 10}
+    response, _, _ = posted(body, "/infill", text="one two three\n four\n five", delay_s=0.005)
+    answer = response.json()
+    assert (answer["content"], answer["tokens_predicted"]) == ("one two three\n", 14)
+    assert (answer["stop_type"], answer["truncated"]) == ("limit", False)
+    response, _, _ = posted({**body, "t_max_predict_ms": 60_000}, "/infill", text="a\nb")
+    assert response.json()["content"] == "a\nb"
+
+
+def test_infilling_that_is_refused() -> None:
+    """Guards against marks that a model has never seen, and errors about a field of another route."""
+    plain = app_client(FakeEngineClient())
+    assert plain.post("/infill", json=VIM).json()["error"]["param"] == "input_suffix"
+    for wrong, param in (
+        ({"input_suffix": None}, "input_suffix"), ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
+        ({"stream": "true"}, "stream"), ({"n_indent": -1}, "n_indent"), ({"input_prefix": "x" * 10**5}, "input_prefix"),
+    ):  # fmt: skip
+        response, _, seen = posted({**VIM, **wrong}, "/infill")
+        assert (response.status_code, response.json()["error"]["param"], seen) == (400, param, [])
 
 
 # --- ColossalAI -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.errors import EngineOverloadedError, RequestFailedError
 from penstock.server.options import ServerOptions
+from penstock.tokenizer.fill_in import MARKS
 from tests.official import official_client, ollama_client
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import RunningServer, app_client, running
@@ -26,7 +27,7 @@ ASKED: dict[str, Any] = {"model": "fake", "messages": [USER]}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    engine = FakeEngineClient(max_model_len=8192, chat_template=TEMPLATE)
+    engine = FakeEngineClient(max_model_len=8192, chat_template=TEMPLATE, marks=MARKS[0])
     with running(engine, ServerOptions(port=0, api_key=KEY, access_log=False)) as server:
         yield server
 
@@ -176,6 +177,7 @@ def test_options() -> None:
         ("/api/generate", {"suffix": "x"}, "suffix"),
         ("/api/generate", {"context": [1]}, "context"),
         ("/api/generate", {"raw": True, "system": "x"}, "system"),
+        ("/api/generate", {"suffix": "y", "think": True}, "think"),
         ("/api/generate", {"width": 8}, "width"),
         ("/api/embed", {"input": "x", "options": {"temperature": 0}}, "options.temperature"),
         ("/api/embed", {"input": "x", "truncate": False, "options": {"num_ctx": 8}}, "options.num_ctx"),
@@ -202,6 +204,10 @@ def test_generate(server: RunningServer, client: Any) -> None:
     raw = client.generate(model="fake", prompt="<user>Add.", raw=True, options=options, stream=True)
     assert "".join(part.response for part in raw) == "It is 3"
     assert server.client.seen[-1][0] == server.client.tokenizer.encode("<user>Add.")
+    filled = client.generate(model="fake", prompt="def f():", suffix="f()", options=options)
+    (ids, params, _), marks = server.client.seen[-1], [258, 259, 260]
+    assert (filled.response, ids) == ("It is 3", [256, 258, *b"def f():", 259, *b"f()", 260])
+    assert params.stop_token_ids == tuple(marks)
     scored = client.generate(model="fake", prompt="Add.", options={"num_predict": 2}, logprobs=True, top_logprobs=1)
     assert [(entry.token, len(entry.top_logprobs)) for entry in scored.logprobs] == [("I", 1), ("t", 1)]
 

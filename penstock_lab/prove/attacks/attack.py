@@ -61,6 +61,17 @@ BODIES: dict[str, dict[str, Any]] = {
         "stop": ["x"],
         "return_tokens": True,
     },
+    "/infill": {
+        "input_prefix": "def f(a):\n",
+        "input_suffix": "\n",
+        "input_extra": [{"filename": "a.py", "text": "x = 1\n"}],
+        "prompt": "    ",
+        "n_predict": 4,
+        "n_indent": 4,
+        "samplers": ["top_k", "infill"],
+        "t_max_predict_ms": 250,
+        "response_fields": ["content", "timings/prompt_n"],
+    },
     "/chat": {
         "messages": [{"role": "user", "content": "Hi"}],
         "max_new_tokens": 2,
