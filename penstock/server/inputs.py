@@ -57,6 +57,7 @@ from penstock.tokenizer.tokenizer import (
     check_prompt_length,
     effort_variables,
     render_chat,
+    switch_variables,
     turn_of,
     verbosity_variables,
 )
@@ -266,7 +267,7 @@ async def render(
 
     A variable that is null is not given.
     """
-    messages, kwargs = body.messages or [], {**(body.chat_template_kwargs or {}), **_switch(context, body)}
+    messages, kwargs = body.messages or [], body.chat_template_kwargs or {}
     if not 1 <= len(messages) <= MAX_MESSAGES:
         message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
         raise InvalidRequestError(message, param="messages")
@@ -277,7 +278,7 @@ async def render(
     given = {name: value for name, value in kwargs.items() if value is not None}
     implied = _implied(context, body)
     if contradicted := [name for name in implied if given.get(name, implied[name]) != implied[name]]:
-        param = "verbosity" if contradicted[0] == "verbosity" else "reasoning_effort"
+        param = "reasoning_effort" if getattr(body, contradicted[0], None) is None else contradicted[0]
         raise InvalidRequestError(f"{param}: {KWARGS} has another {contradicted[0]}", param=param)
     options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **implied, **given}
     for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
@@ -291,26 +292,17 @@ async def render(
     return await tokenizing(context, work, len(text))
 
 
-def _switch(context: ServerContext, body: ChatRequest) -> dict[str, bool]:
-    """Find the variable for `enable_thinking`. A model without a switch may be asked for what it does anyway."""
-    name, wanted, template = "enable_thinking", body.enable_thinking, context.tokenizer().chat_template
-    if wanted is None:
-        return {}
-    if (body.chat_template_kwargs or {}).get(name, wanted) != wanted:
-        raise InvalidRequestError(f"{name}: {KWARGS} has another {name}", param=name)
-    text = "" if template is None else template.text
-    if name in text:
-        return {name: wanted}
-    if wanted is (reasoning_format_of(text, context.options.reasoning_parser) is None):
-        message = f"{name}: {wanted} is not supported; the model's chat template has no switch for its reasoning"
-        raise NotSupportedError(message, param=name)
-    return {}
-
-
 def _implied(context: ServerContext, body: ChatRequest) -> dict[str, Any]:
-    """Find the variables of the template that `reasoning_effort` and `verbosity` stand for."""
+    """Find the variables of the template that `reasoning_effort`, `enable_thinking` and `verbosity` stand for."""
     template, effort, verbosity = context.tokenizer().chat_template, body.reasoning_effort, body.verbosity
     implied = {} if effort is None else effort_variables(template, effort)
+    if body.enable_thinking is not None:
+        text = "" if template is None else template.text
+        reasons = reasoning_format_of(text, context.options.reasoning_parser) is not None
+        switch = switch_variables(template, enable_thinking=body.enable_thinking, reasons=reasons)
+        if {**switch, **implied} != {**implied, **switch}:
+            raise InvalidRequestError("enable_thinking: reasoning_effort says otherwise", param="enable_thinking")
+        implied |= switch
     return implied if verbosity is None else implied | verbosity_variables(template, verbosity)
 
 

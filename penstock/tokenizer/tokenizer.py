@@ -258,6 +258,20 @@ def effort_variables(template: "ChatTemplate | None", effort: str) -> dict[str, 
     return levels | ({"enable_thinking": effort != "none"} if has_switch else {})
 
 
+def switch_variables(template: "ChatTemplate | None", *, enable_thinking: bool, reasons: bool) -> dict[str, Any]:
+    """Find the variable that tells a template whether the model is to think. reasons: whether it does without one.
+
+    Raises:
+        NotSupportedError: the template has no such switch, and the model does the opposite.
+    """
+    if template is not None and _is_read(template.text, "enable_thinking"):
+        return {"enable_thinking": enable_thinking}
+    if enable_thinking is not reasons:
+        text = f"enable_thinking: {enable_thinking} is not supported; the model's chat template has no such switch"
+        raise NotSupportedError(text, param="enable_thinking")
+    return {}
+
+
 def verbosity_variables(template: "ChatTemplate | None", verbosity: str) -> dict[str, Any]:
     """Find the variable that tells a template how long answers should be; "medium", the default, needs none.
 
