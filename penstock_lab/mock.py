@@ -1,8 +1,8 @@
 """MockExecutor: an Executor without a model, for `--load-format mock` and for proofs of what is above an executor.
 
-It checks memory like a real one: token ids stand for keys and values, are written to the slots that the block tables
-name, and every step reads a request's whole context back through its table. So a block that is shared, freed or reused
-wrongly makes a step fail. The next token is a fixed function of the (visible) context.
+It checks memory like a real one: token ids, and adapters, stand for keys and values, are written to the slots that the
+block tables name, and every step reads a request's whole context back through its table. So a block that is shared,
+freed or reused wrongly makes a step fail. The next token is a fixed function of the (visible) context.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from random import Random
+from zlib import crc32
 
 from penstock import EngineError, SamplingParams
 from penstock.interface.step import (
@@ -89,7 +90,8 @@ class MockExecutor:
     depth: int = 1
     rows: dict[str, _Row] = field(default_factory=dict)
     submitted: deque[SchedulerOutput] = field(default_factory=deque)
-    adapters: dict[int, str] = field(default_factory=dict)  # by slot
+    adapters: dict[int, str] = field(default_factory=dict)  # digests by slot, for the steps from now on
+    adapters_of: dict[int, dict[int, str]] = field(default_factory=dict)  # and for those submitted before, by step_id
 
     def __post_init__(self) -> None:
         self.slots = [array("i", [STALE]) * (group.num_blocks * group.block_size) for group in self.groups]
@@ -99,6 +101,7 @@ class MockExecutor:
 
     def submit(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
         self.submitted.append(scheduler_output)
+        self.adapters_of[scheduler_output.step_id] = dict(self.adapters)
         return scheduler_output
 
     def collect(self, handle: SchedulerOutput) -> StepOutput:
@@ -112,8 +115,9 @@ class MockExecutor:
             self.rows.pop(request_id, None)
         for copy in handle.block_copies:
             self._copy(copy)
+        adapters = self.adapters_of.pop(handle.step_id)
         for new in handle.new_requests:
-            self._learn(new)
+            self._learn(new, adapters.get(new.adapter, ""))
         return StepOutput(handle.step_id, {item.request_id: self._run(item) for item in handle.scheduled})
 
     def shutdown(self) -> None:
@@ -125,10 +129,9 @@ class MockExecutor:
         source, target = copy.source * size, copy.target * size
         slots[target : target + size] = slots[source : source + size]
 
-    def _learn(self, new: NewRequest) -> None:
+    def _learn(self, new: NewRequest, adapter: str) -> None:
         _demand(new.request_id not in self.rows, f"{new.request_id} is introduced twice")
         tables = [list(table) for table in new.block_tables]
-        adapter = self.adapters.get(new.adapter, "")
         ids, count = list(new.token_ids), new.num_prompt_tokens
         self.rows[new.request_id] = _Row(ids, count, new.params, new.choice, adapter, tables)
 
@@ -162,11 +165,11 @@ class MockExecutor:
         first = group.first_seen(start)
         for position in (*range(min(group.num_sink_tokens, first)), *range(first, start)):
             found = self.slots[index][self._slot(group, row.tables[index], position)]
-            _demand(found == row.token_ids[position], f"position {position}: {found} in the cache")
+            _demand(found == _value(row.token_ids[position], row.adapter), f"position {position}: {found} in the cache")
 
     def _write(self, index: int, group: CacheGroup, row: _Row, token_ids: list[int], start: int, stop: int) -> None:
         for position in range(start, stop):
-            self.slots[index][self._slot(group, row.tables[index], position)] = token_ids[position]
+            self.slots[index][self._slot(group, row.tables[index], position)] = _value(token_ids[position], row.adapter)
 
     def _sample(self, item: ScheduledRequest, row: _Row, start: int, stop: int, window: int) -> RequestStepOutput:
         prompt_logprobs = None
@@ -215,6 +218,11 @@ class MockExecutor:
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
         others = [(token + 1 + i) % self.vocab_size for i in range(count)]
         return TokenLogprobs([token, *others], [-1.5, *(-0.5 * (i + 1) for i in range(count))], count + 1)
+
+
+def _value(token_id: int, adapter: str) -> int:
+    """Stand for the keys and values of a token, which depend on the adapter."""
+    return crc32(f"{token_id} {adapter}".encode()) >> 1 if adapter else token_id
 
 
 def _demand(condition: bool, otherwise: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,12 @@ def make_pool(args: argparse.Namespace, models: Mapping[str, Any], common: Mappi
     idle_s = getattr(args, "model_idle_s", IDLE_S)
     shared = {key: value for key, value in common.items() if key not in ("memory", "model")}
     found = [_served(name, given, shared, idle_s) for name, given in models.items()]
+    named = [(name, model.name) for model in found for name in (model.name, *model.adapters)]
+    for given, count in Counter(name for name, _ in named).items():
+        if count > 1:
+            of = " and ".join(str(owner) for name, owner in named if name == given)
+            message = f"lora_modules: {shown(given)} names a model or an adapter of {of}; it can stand for one only"
+            raise InvalidRequestError(message, param="lora_modules")
     pinned = sum(model.need for model in found if model.pinned)
     if pinned > budget:
         message = f"memory: {budget >> 20} MiB are too little for the pinned models, which need {pinned >> 20} MiB"

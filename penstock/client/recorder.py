@@ -90,7 +90,8 @@ class Recorder(EngineObserver):
         self._adapters = adapters
         self._used: dict[int, records.UsedAdapter] = {}  # slot -> the adapter of the requests that use it
         self._known: dict[str, _Known] = {}
-        self._in_flight: deque[SchedulerOutput] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, list[records.UsedAdapter | None]]] = deque()
+        self._notes: list[records.Record] = []  # of what happened since the oldest of these was recorded
         self._num_introduced = 0
         self._continued = False  # whether the ring holds everything since this engine's start or its last gap
         self._steps_to_skip = 0
@@ -103,36 +104,49 @@ class Recorder(EngineObserver):
             found = self._adapters.find(request.adapter)
             self._used[found.slot] = records.UsedAdapter(found.slot, found.info.path, found.info.sha256)
         num_prompt, num_outputs = len(request.prompt_token_ids), len(request.output_token_ids)
-        self._guarded(self._write, records.Arrived(time.time(), request.request_id, num_prompt, num_outputs))
+        self._note(records.Arrived(time.time(), request.request_id, num_prompt, num_outputs))
 
     def aborted(self, request_id: str) -> None:
-        self._guarded(self._write, records.Aborted(time.time(), request_id))
+        self._note(records.Aborted(time.time(), request_id))
 
     def engine_failed(self, error: str) -> None:
         """Record the exception that ends the engine process."""
         self._guarded(self._write, records.EngineFailed(time.time(), error[-MAX_ERROR:]))
 
     def submitting(self, plan: SchedulerOutput) -> None:
+        adapters = [self._used.get(new.adapter) for new in plan.new_requests]  # later, a slot may have another one
         if not self._in_flight:
-            self._guarded(self._write_plan, plan)
-        self._in_flight.append(plan)
+            self._guarded(self._write_plan, plan, adapters)
+        self._in_flight.append((plan, adapters))
 
     def collected(self, plan: SchedulerOutput, output: StepOutput, seconds: float) -> None:
         self._guarded(self._write_output, plan, output, seconds)
         self._record_next(plan)
 
     def failed(self, plan: SchedulerOutput, error: Exception) -> None:
-        if not self._in_flight or self._in_flight[0] is not plan:  # another observer raised before or after this one
+        if not self._in_flight or self._in_flight[0][0] is not plan:  # another observer raised before or after this one
             return
         reason = f"{type(error).__name__}: {error}"[:MAX_ERROR]
         self._guarded(self._write_result, records.StepFailed(plan.step_id, reason))
         self._record_next(plan)
 
     def _record_next(self, ended: SchedulerOutput) -> None:
-        oldest = self._in_flight.popleft()
+        oldest, _ = self._in_flight.popleft()
         assert oldest is ended, "steps end in the order in which they were submitted"
+        self._write_notes()
         if self._in_flight:
-            self._guarded(self._write_plan, self._in_flight[0])
+            self._guarded(self._write_plan, *self._in_flight[0])
+
+    def _note(self, record: records.Record) -> None:
+        """Record what happens between steps. Nothing comes between a plan and its results, which one segment holds."""
+        self._notes.append(record)
+        if not self._in_flight:
+            self._write_notes()
+
+    def _write_notes(self) -> None:
+        notes, self._notes = self._notes, []
+        for record in notes:
+            self._guarded(self._write, record)
 
     def _guarded(self, write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         if self._is_off:
@@ -145,9 +159,9 @@ class Recorder(EngineObserver):
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
-    def _write_plan(self, plan: SchedulerOutput) -> None:
+    def _write_plan(self, plan: SchedulerOutput, adapters: list[records.UsedAdapter | None]) -> None:
         known = self._known
-        introduced = [self._introduce(request) for request in plan.new_requests]
+        introduced = list(map(self._introduce, plan.new_requests, adapters))
         added = {item.new.request_id: item for item in introduced}
         rows = [added.get(item.request_id) or known[item.request_id] for item in plan.scheduled]
         tables = {}
@@ -180,11 +194,11 @@ class Recorder(EngineObserver):
             group.release(table, count)
         row.released = released
 
-    def _introduce(self, new: NewRequest) -> _Known:
+    def _introduce(self, new: NewRequest, adapter: records.UsedAdapter | None) -> _Known:
         self._num_introduced += 1
         tables = [list(table) for table in new.block_tables]
-        state, adapter = new.sampler_state, self._used.get(new.adapter)
-        return _Known(self._num_introduced, new, list(new.token_ids), tables, [0] * len(tables), state, adapter)
+        ids, released = list(new.token_ids), [0] * len(tables)
+        return _Known(self._num_introduced, new, ids, tables, released, new.sampler_state, adapter)
 
     def _write_output(self, plan: SchedulerOutput, output: StepOutput, duration_s: float) -> None:
         results = [output.results[item.request_id] for item in plan.scheduled]

@@ -426,8 +426,9 @@ async def load_adapter(request: Request) -> Response:
     check_str("lora_path", body.lora_path, max_length=4096)
     context = await model_of(request, body.model)
     path = await asyncio.to_thread(_path_below, root, body.lora_path)
-    known = [(name, one.adapter_named(name)) for one in context.all for name in one.model_names()]
-    if any(name == body.lora_name and (adapter is None or not body.load_inplace) for name, adapter in known):
+    owners = [one for one in context.all if body.lora_name in one.model_names()]
+    replaces = body.load_inplace and owners == [context] and context.adapter_named(body.lora_name) is not None
+    if owners and not replaces:
         message = f"lora_name: {ascii(body.lora_name)[:100]} is the name of a model or of a loaded adapter"
         raise InvalidRequestError(message, param="lora_name", code="adapter_already_loaded")
     source = LoRARequest(body.lora_name, path)

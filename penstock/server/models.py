@@ -39,6 +39,7 @@ async def retrieve_model(request: Request) -> Response:
 def _card(context: ServerContext, request: Request, name: str) -> dict[str, Any]:
     """Describe a model as OpenAI does, with vLLM's fields and the model's certificate, or as Anthropic does."""
     info, adapter = context.info_if_loaded(), context.adapter_named(name)
+    is_base = name in context.own_names()
     max_model_len = None if info is None else info.max_model_len
     if ANTHROPIC_VERSION in request.headers:
         return model_card(name, context.created, max_model_len)
@@ -50,9 +51,9 @@ def _card(context: ServerContext, request: Request, name: str) -> dict[str, Any]
         "max_model_len": max_model_len,
         "object": "model",
         "owned_by": "penstock",
-        "parent": None if adapter is None else context.own_names()[0],
+        "parent": None if is_base else context.own_names()[0],
         "permission": [],
-        "certificate": None if info is None or adapter is not None else info.certificate,
+        "certificate": info.certificate if info is not None and is_base else None,
         **more,
     }
 

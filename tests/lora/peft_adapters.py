@@ -18,7 +18,9 @@ USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 SIZE = 0.15  # of the random values: an adapter that changes every token, and keeps the logits in their range
 
 
-def make_adapter(model: PreTrainedModel, directory: Path, *, seed: int = 0, **fields: Any) -> PeftModel:
+def make_adapter(
+    model: PreTrainedModel, directory: Path, *, seed: int = 0, size: float = SIZE, **fields: Any
+) -> PeftModel:
     """Give a model a random adapter in place, and save that. fields: of LoraConfig.
 
     The base model's own layers stay reachable: PeftModel.disable_adapter gives its results.
@@ -28,18 +30,18 @@ def make_adapter(model: PreTrainedModel, directory: Path, *, seed: int = 0, **fi
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of weights that are [in, out], and of biases of B
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config)).eval()
-        _randomise(adapted, seed)
+        _randomise(adapted, seed, size)
         adapted.save_pretrained(directory)
     return adapted
 
 
-def _randomise(adapted: PeftModel, seed: int) -> None:
+def _randomise(adapted: PeftModel, seed: int, size: float) -> None:
     draw = torch.Generator().manual_seed(seed)
     for key, value in adapted.named_parameters():
         if "lora_magnitude" in key:
             value.data *= 1 + 0.2 * torch.randn(value.shape, generator=draw)
         elif "lora_" in key or (value.requires_grad and "bias" in key):
-            value.data = SIZE * torch.randn(value.shape, generator=draw)
+            value.data = size * torch.randn(value.shape, generator=draw)
 
 
 def logits_of(model: Any, ids: list[int]) -> torch.Tensor:

@@ -33,7 +33,7 @@ send = functools.partial(call, "POST")
 stream = functools.partial(httpx.stream, timeout=WAIT_S, **QUICK)
 
 
-def app_client(client: FakeEngineClient | None = None, options: ServerOptions = QUIET) -> TestClient:
+def app_client(client: FakeEngineClient | ModelPool | None = None, options: ServerOptions = QUIET) -> TestClient:
     """The application in this process; a failure inside shows as the 500 that a user would see."""
     app = create_app(client or FakeEngineClient(), options)
     return TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)

@@ -11,6 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.cli.models import make_pool
+from penstock.client.model_pool import ModelPool, ServedModel
+from penstock.errors import InvalidRequestError
 from penstock.interface.messages import LoRARequest
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
@@ -94,6 +96,25 @@ def test_an_adapter_of_a_model_that_sleeps_is_known() -> None:
     app = create_app(make_pool(args, adapters, {}), QUIET)
     assert [tuple(context.model_names()) for context in app.state.context.all] == [("big", "sql"), ("small",)]
     assert app.state.context.named("sql").model.name == "big"
+
+
+def test_two_models_share_no_name() -> None:
+    """Guards against an adapter that only the first of two models answers with, and the other never."""
+    for first, second, name in (("sql", "sql", "sql"), ("b", "x", "b"), ("a", "x", "a")):
+        models = {
+            model: {"model": "demo", "enable_lora": True, "lora_modules": [f"{adapter}=/adapters/{model}"]}
+            for model, adapter in (("a", first), ("b", second))
+        }
+        with pytest.raises(InvalidRequestError, match=f"lora_modules: '{name}' names .* of a and [ab]; "):
+            make_pool(argparse.Namespace(max_queue_wait=1.0), models, {})
+
+
+def test_an_adapter_is_replaced_in_its_own_model_only(folder: Path) -> None:
+    """Guards against load_inplace that gives the name of one model's adapter to another model too."""
+    pool = ModelPool([ServedModel(name, client=FakeEngineClient()) for name in ("base", "other")])
+    client = app_client(pool, loading(folder))
+    for model, status in (("base", 200), ("other", 400), ("base", 200)):
+        assert load(client, "sql", "sql", model=model, load_inplace=True).status_code == status
 
 
 def test_a_name_stands_for_one_adapter(folder: Path) -> None:

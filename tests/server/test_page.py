@@ -17,6 +17,7 @@ from tests.browser import Browser, Page
 from tests.server.fakes import Behaviour, FakeEngineClient
 from tests.server.harness import RunningServer, app_client, running
 from tests.server.markdown_cases import CASES, SHORT
+from tests.server.test_several_models import serving
 from tools.vendor_page import VENDOR, entry_of, read_table
 
 OWN = sorted(name for name in FILES if not name.startswith("vendor/"))
@@ -193,7 +194,7 @@ def opened(page: Page, server: RunningServer, path: str = "/") -> None:
 
 def say(page: Page, text: str, *answers: tuple[int, str] | None) -> None:
     """Type a message, send it, and wait for the end of its answer."""
-    page.run(f"answers.push(...{json.dumps(answers)}); document.querySelector('#input').focus()")
+    page.run(f"globalThis.answers?.push(...{json.dumps(answers)}); document.querySelector('#input').focus()")
     page.type(text)
     page.press("Enter")
     rest(page)
@@ -696,4 +697,42 @@ def test_it_can_be_read(chromium: Browser, server: RunningServer, width: int, da
             page.run(f"const b = document.querySelector('#show-{name}'); if (b.ariaExpanded !== 'true') b.click()")
             assert page.run(CONTRAST) == []
             assert page.value("document.documentElement.scrollWidth") <= width
+        assert page.complaints() == []
+
+
+COUNTED = """
+    window.counted = [];
+    const asIs = window.fetch;
+    window.fetch = (path, options) => {
+        if (path === "tokenize") counted.push(JSON.parse(options.body).model);
+        return asIs(path, options);
+    };
+"""
+
+
+def test_several_models(chromium: Browser) -> None:
+    """Guards against a page that waits for a model which sleeps until it is asked, and against answers, settings,
+    counts of tokens and figures of another model than the one that is chosen."""
+    with serving() as (client, pool), chromium.page() as page:
+        for model in pool:
+            model.adapters = (f"of-{model.name}",)
+        page.before(COUNTED)
+        page.open(f"{client.base_url}/?model=b")
+        page.wait("document.querySelector('#setting-seed')")
+        shown = page.text("#model option")
+        assert shown == [text for name in "abc" for text in (name, f"of-{name} (adapter of {name})")]
+        assert page.value("document.querySelector('#model').value") == "b"
+        for name in "bc":
+            page.run(f"const box = document.querySelector('#model'); if (box.value !== '{name}') {{ "
+                     f"box.value = '{name}'; box.dispatchEvent(new Event('change')); }}")  # fmt: skip
+            for question in ("Who?", "Who? " * 60):  # the second so long that its tokens are counted
+                say(page, question)
+                assert turns(page)[-1] == f"I am {name}."
+                page.wait("document.querySelector('#context').innerText === 'context of 512 tokens'")
+            assert set(page.value("counted.splice(0)")) == {name}
+            asked = page.value("performance.getEntriesByType('resource').map(entry => entry.name)")
+            for route in ("status", "page/settings"):
+                assert any(url.endswith(f"/{route}?model={name}") for url in asked), route
+        assert page.value("location.search") == "?model=c"
+        assert [model.num_loads for model in pool] == [0, 1, 1]
         assert page.complaints() == []

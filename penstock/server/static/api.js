@@ -36,10 +36,11 @@ async function request(path, { body, signal } = {}) {
 const json = async (path, options) => (await request(path, options)).json();
 
 export const listModels = async () => (await json("v1/models")).data;
-export const readStatus = () => json("status");
-export const listSettings = async () => (await json("page/settings")).data;
-export const countTokens = async (messages, signal) =>
-  (await json("tokenize", { body: JSON.stringify({ messages, add_generation_prompt: true }), signal })).count;
+const of = (path, model) => (model ? `${path}?${new URLSearchParams({ model })}` : path);   // without one: the first
+export const readStatus = model => json(of("status", model));
+export const listSettings = async model => (await json(of("page/settings", model))).data;
+export const countTokens = async (messages, model, signal) =>
+  (await json("tokenize", { body: JSON.stringify({ model, messages, add_generation_prompt: true }), signal })).count;
 
 // The chunks of a chat completion, each with the text that it was read from. `body` is JSON.
 export async function* streamChat(body, signal) {

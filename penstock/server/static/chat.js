@@ -104,7 +104,7 @@ async function request(conversation, message, continues) {
   };
   const { signal } = answering.stop;
   for (let mustShorten = false; ; mustShorten = true) {
-    const limits = { context: model.context, maxTokens: maxTokens(), mustShorten };
+    const limits = { model, maxTokens: maxTokens(), mustShorten };
     const leftOut = model.context ? await messagesToLeaveOut(system, messages, limits, signal) : 0;
     if (leftOut) message.leftOut = leftOut; else delete message.leftOut;
     if (leftOut && conversation === current) show();

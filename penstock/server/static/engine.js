@@ -6,7 +6,7 @@ import { element, find } from "./dom.js";
 const CHOSEN = "penstock.model", POINTS = 60;
 export const model = { name: null, context: null };
 const rates = [];
-let lastCount = null, lastTime = 0, whenKnown = () => {};
+let isKnown = false, lastCount = null, lastTime = 0, whenChosen;
 
 const write = (id, text) => { find(id).textContent = text; };
 
@@ -15,47 +15,51 @@ function state(text, kind) {
   find("state").className = kind;
 }
 
-// Call `known` when the server has said which models it has.
-export function startEngine(known) {
-  whenKnown = known;
+// Call `chosen` with the name of a model when the user, or the page at its beginning, has chosen it.
+export function startEngine(chosen) {
+  whenChosen = chosen;
   find("model").onchange = () => {
-    choose(find("model").value);
+    Object.assign(model, { name: find("model").value, context: null });
     localStorage.setItem(CHOSEN, model.name);
+    history.replaceState(null, "", `?${new URLSearchParams({ model: model.name })}${location.hash}`);
+    [isKnown, lastCount, rates.length] = [false, null, 0];
+    watch();
   };
   watch();
   setInterval(() => { if (!document.hidden && !find("login").open) watch(); }, 1000);
 }
 
 export async function watch() {
+  const asked = model.name;
   try {
-    draw(await readStatus());
-    if (model.name === null && find("state").className === "good") await readModels();
+    const status = await readStatus(asked), isReady = status.engine.state === "ready";
+    if (asked !== model.name) return;
+    draw(status);
+    isKnown &&= model.context !== null || !isReady;   // one of several that has just been loaded for the first time
+    if (!isKnown && (isReady || status.models)) await readModels();
   } catch (error) {
+    isKnown = false;   // after a restart, there may be others
+    if (error.code === "model_not_found") model.name = null;
     state(error.status === 401 ? "API key needed" : error.status ? error.message : "server not reachable", "bad");
   }
 }
 
-let cards = [];
-
 async function readModels() {
-  cards = await listModels();
-  find("model").replaceChildren(...cards.map(({ id }) => element("option", { value: id }, id)));
-  await whenKnown();
-  const wanted = localStorage.getItem(CHOSEN);
-  choose(cards.some(({ id }) => id === wanted) ? wanted : cards[0].id);
+  const cards = await listModels(), shown = ({ id, parent }) => (parent ? `${id} (adapter of ${parent})` : id);
+  find("model").replaceChildren(...cards.map(card => element("option", { value: card.id }, shown(card))));
+  const wanted = [model.name, new URLSearchParams(location.search).get("model"), localStorage.getItem(CHOSEN)];
+  const card = wanted.map(name => cards.find(({ id }) => id === name)).find(Boolean) ?? cards[0];
+  Object.assign(model, { name: card.id, context: card.max_model_len });
+  find("model").value = model.name;
   find("model").disabled = cards.length < 2;
-}
-
-function choose(name) {
-  find("model").value = name;
-  model.name = name;
-  model.context = cards.find(({ id }) => id === name).max_model_len;
-  write("context", `context of ${model.context} tokens`);
+  write("context", model.context === null ? "" : `context of ${model.context} tokens`);
+  isKnown = true;
+  await whenChosen(model.name);
 }
 
 function draw(status) {
   const now = performance.now(), count = status.generated_tokens_total;
-  const isNext = lastCount !== null && count >= lastCount && now - lastTime < 5000;   // not after a pause or a restart
+  const isNext = lastCount !== null && count >= lastCount && now > lastTime && now - lastTime < 5000;   // not after a pause or a restart
   if (isNext) rates.push((count - lastCount) / ((now - lastTime) / 1000));
   [lastCount, lastTime] = [count, now];
   if (rates.length > POINTS) rates.shift();
@@ -77,6 +81,6 @@ function draw(status) {
   find("reusable").style.width = share(blocks.cached);
   write("blocks", used + " of " + blocks.total);
   write("blocks-cached", blocks.cached);
-  const kinds = { ready: "good", failed: "bad" };
+  const kinds = { ready: "good", sleeping: "good", failed: "bad" };
   state(status.engine.state, kinds[status.engine.state] ?? "busy");
 }

@@ -41,9 +41,9 @@ function set(name, text) {
   localStorage.setItem(STORE, JSON.stringify(values));
 }
 
-// Ask the server for the settings, and show them. Called when the model is known.
-export async function loadSettings() {
-  settings = [...await listSettings(), ...MORE];
+// Ask the server for a model's settings, and show them.
+export async function loadSettings(model) {
+  settings = [...await listSettings(model), ...MORE];
   const first = FIRST.map(name => settings.find(setting => setting.name === name)).filter(Boolean);
   const rest = settings.filter(setting => !first.includes(setting));
   rest.sort((one, other) => (one.name < other.name ? -1 : 1));
@@ -51,7 +51,7 @@ export async function loadSettings() {
   const more = element("details", { open }, element("summary", {}, "More parameters"), ...rest.map(field));
   const reset = button("Use the model's defaults", () => {
     for (const { name } of settings) set(name, "");
-    loadSettings();
+    loadSettings(model);
   });
   find("settings").replaceChildren(...first.map(field), more, reset);
 }
