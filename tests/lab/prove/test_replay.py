@@ -1,6 +1,7 @@
 """`penstock replay` and its proof, on the demo model with the native kernels."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -226,6 +227,7 @@ def test_the_recorder_can_be_off():
 def test_files_are_few(left, tmp_path, monkeypatch):
     """Guards against a directory that fills up with records of an engine that dies again and again."""
     monkeypatch.setattr(keeper, "MAX_FILES", 3)
+    monkeypatch.setattr(keeper, "_numbers", itertools.count(1))  # other tests have made files in this process
     made = RecordKeeper(RecordOptions(record_dir=str(tmp_path)))
     (tmp_path / "mine").touch()
     segment = Segment(1, [msgspec.msgpack.encode(unpack(left[1]).records[0])])
