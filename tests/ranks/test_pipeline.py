@@ -202,7 +202,7 @@ def test_a_stage_that_fails_costs_nobody_a_token(where: int, directories: dict[s
     assert not to_fail
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def demo() -> Iterator[BuiltEngine]:
     """The demo model in four processes: two stages of two ranks."""
     options = OPTIONS | {
@@ -290,7 +290,7 @@ def test_ranks_that_cannot_be_started_are_an_error_with_its_cause(last: int, rea
 
 def test_the_death_of_a_rank_ends_its_engine(demo: BuiltEngine) -> None:
     """Guards against an engine that waits for ever for a rank that is gone, blames a request for it, or leaves the
-    other rank behind. It is the last that this engine does."""
+    other rank behind."""
     engine = demo.engine
     assert isinstance(engine.executor, PipelineExecutor)
     processes = list(engine.executor._processes)

@@ -294,11 +294,3 @@ def test_the_best_of_several(served: Served) -> None:
     likely = sorted(every, key=lambda choice: sum(choice.logprobs.token_logprobs), reverse=True)
     assert [choice.text for choice in best] == [choice.text for choice in likely[:2]]
     assert [choice.text for choice in best] != [choice.text for choice in every[:2]]
-
-
-def test_sigterm_ends_it_with_0(served: Served) -> None:
-    """Guards against an engine process that outlives its server. (The last test: it ends the shared process.)"""
-    engine_pid = served.status()["engine"]["pid"]
-    served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(WAIT_S) == 0
-    wait_until(lambda: not Path(f"/proc/{engine_pid}").exists())
