@@ -132,8 +132,12 @@ def check(stack: contextlib.ExitStack, directory: Path, url: str, args: argparse
     prometheus, failures = Prometheus(f"http://{address}"), 0
     print("one key passes its limit:", load(url, LIMITED, 4, LIMITED_S), prometheus.alerts() or "no alert")
     failures += "PenstockOverloaded" in prometheus.alerts()
-    print("the queue is full:", load(url, FREE, 8, args.seconds), prometheus.alerts() or "no alert")
-    failures += prometheus.alerts().get("PenstockOverloaded") != "firing"
+    for _ in range(3):  # a busy machine sees a minute of overload later
+        print("the queue is full:", load(url, FREE, 8, args.seconds), prometheus.alerts() or "no alert")
+        if prometheus.alerts().get("PenstockOverloaded") == "firing":
+            break
+    else:
+        failures += 1
     for title, query in queries(json.loads(DASHBOARD.read_text())):
         numbers = prometheus.numbers(query)
         failures += not numbers and title not in QUIET
