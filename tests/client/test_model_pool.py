@@ -264,12 +264,13 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_and_is_tried_again() -
 def test_waiting_ends_in_time_or_with_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a use that nobody holds: a waiter left, or was refused, at the moment when it was its turn."""
     pool, models = pool_of(Machine(), {"a": 4, "b": 4}, budget=4)
-    pool._max_wait_s = 0.02
 
     async def work() -> None:
         await pool.use(models["a"])
-        with pytest.raises(EngineOverloadedError, match="the model b was not loaded within"):
-            await pool.use(models["b"])
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_max_wait_s", 0.02)
+            with pytest.raises(EngineOverloadedError, match="the model b was not loaded within"):
+                await pool.use(models["b"])
         leaving = asyncio.create_task(pool.use(models["b"], patient=True))
         await asyncio.sleep(0.03)
         assert models["b"].num_waiting == 1

@@ -111,6 +111,7 @@ def test_the_streams_of_an_engine_that_dies_go_on_in_the_other_one(server: Runni
         wait_until(lambda: status(server)["engine"]["restarts"] == 1)
         assert get(f"{server.url}/health").status_code == 200
         assert [future.result(WAIT_S) for future in disturbed] == undisturbed
+    wait_until(lambda: status(server)["slots"] == 8)  # for other tests too
     after = status(server)
     assert [one["restarts"] for one in after["replicas"]] == [int(index == victim) for index in (0, 1)]
     assert [one["choices"] for one in after["replicas"]] == [0, 0]
