@@ -1,8 +1,17 @@
 """`penstock prove`: proves the promises of docs/guarantees.md on this machine with the user's model."""
 
 import argparse
+import ctypes
 import json
 import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -26,6 +35,8 @@ Exit code 0: every promise was kept. 1: one was broken, or a proof could not be 
 """
 MAX_TRIALS = 10**9
 PIPED_WIDTH = 120  # characters per line of a table that goes to a file or another program
+NEWS_S = 10.0  # between two lines about the progress of a proof
+PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +62,12 @@ def run(args: argparse.Namespace) -> int:
     options = {name: value for name, value in engine_options(args).items() if name not in ("model", "seed")}
     proofs = chosen(args.only)
     handle_signals(terminate=True)
+    if (code := _go_on_in_child()) is not None:
+        return code
     seed = getattr(args, "seed", 0)
     outcomes = []
     limits = {"minutes": args.minutes, "trials": args.trials}
-    for outcome in run_proofs(Subject(args.model, options), proofs, **limits, seed=seed, progress=progress):
+    for outcome in run_proofs(Subject(args.model, options), proofs, **limits, seed=seed, progress=_progress):
         outcomes.append(outcome)
     _print_table(outcomes)
     passed = all(outcome.passed for outcome in outcomes)
@@ -66,9 +79,51 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _print_table(outcomes: "list[Outcome]") -> None:
-    import sys
+def _go_on_in_child() -> int | None:
+    """Continue in a child process, and return None there. The parent waits, and returns the child's exit code.
 
+    The threads of a proof may wait for a server for minutes. So after a signal the parent kills the child with all
+    that it has started, and removes their temporary files.
+    """
+    folder = tempfile.mkdtemp(prefix="penstock-prove-")
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # to wait for what the child has started, too
+    child = os.fork()
+    os.setpgid(child, child or os.getpid())  # in both: neither knows whether the other was faster
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        return None
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        with suppress(OSError):
+            os.killpg(child, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-child, 0)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _progress(name: str, goal: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal, and elsewhere a line now and then."""
+    began, told, made = time.monotonic(), -NEWS_S, 0
+
+    def advance(number: int) -> None:
+        nonlocal told, made
+        made += number
+        bar(number)
+        if (now := time.monotonic() - began) > told + NEWS_S and not sys.stderr.isatty():
+            told = now
+            print(f"{name}: {made:,} of {goal:,}, {now:.0f} s", file=sys.stderr, flush=True)
+
+    with progress(name, goal) as bar:
+        advance(0)
+        yield advance
+
+
+def _print_table(outcomes: "list[Outcome]") -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,26 +1,28 @@
 """Proof that keys are apart: whatever one key does, the answers of nine others come as if they had half the machine.
 
-The nine ask for short streams and for answers in forms. Again and again they are first alone, while the server's
-processes may use half of the cores, and then beside a tenth key, which is hostile in one of many ways, while they may
-use all cores. At the end, a key with a quota sends as much as it can.
+The nine ask for short streams and for answers in forms. For each of many ways of being hostile, a server is started.
+First the nine are alone, while its processes may use half of the cores, and then beside a tenth key, which is hostile,
+while they may use all cores. Before that, a key with a quota sends as much as it can.
 """
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.synchronize import Event
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
 
+from penstock import EngineError
 from penstock_lab.prove.attacks.attack import CHAT, COMPLETION, Target, head, post, read_all
 from penstock_lab.prove.levels import memory_bytes, quick_client
 from penstock_lab.prove.proof import Trials
@@ -40,6 +42,7 @@ ATTEMPTS = 3  # for an attack that seems to slow the others: a machine may be sl
 THREADS = 24  # of the hostile client
 LONG = {"prompt": "a b " * 150, "max_tokens": 200, "ignore_eos": True}
 RESPONSES = "/v1/responses"
+Start = Callable[[], contextlib.AbstractContextManager[Server]]
 
 
 # --- the hostile key --------------------------------------------------------------------------------------------------
@@ -151,33 +154,33 @@ class Attacker:
             self._client().get(path)
 
 
-def _attack(url: str, way: str, ended: Event) -> None:
-    """Attack until the event is set. Runs in a process of its own, which yields the processor to all others."""
+def _attack(url: str, way: str) -> None:
+    """Attack until standard input is closed. Runs in a process of its own, which yields the processor to all others."""
     os.nice(10)
     attacker = Attacker(url)
 
     def work() -> None:
-        while not ended.is_set():
+        while True:
             with contextlib.suppress(OSError):
                 WAYS[way](attacker)
 
     for _ in range(THREADS):
         threading.Thread(target=work, daemon=True).start()
-    ended.wait()
+    print("attacking", flush=True)
+    sys.stdin.read()
     os._exit(0)
 
 
 @contextlib.contextmanager
 def attacking(url: str, way: str) -> Iterator[None]:
-    spawn = multiprocessing.get_context("spawn")
-    ended = spawn.Event()
-    process = spawn.Process(target=_attack, args=(url, way, ended))
-    process.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        process.join()
+    command = [sys.executable, "-m", "penstock_lab.prove.tenants", url, way]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            if process.stdout is None or not process.stdout.readline():
+                raise EngineError(f"the hostile client did not start: {way}")
+            yield
+        finally:
+            process.kill()
 
 
 # --- the honest keys --------------------------------------------------------------------------------------------------
@@ -241,48 +244,50 @@ class Tenants:
     weight: ClassVar[float] = 1.0
 
     def run(self, trials: Trials) -> None:
-        with _key_file() as keys, serve(trials.subject, f"--api-key-file={keys}") as server:
-            honest = Honest(server.url)
-            honest.watch(WARM_UP_S)
-            ratios: dict[str, float] = {}
-            most_memory = memory_bytes(server.process.pid)
+        with _key_file() as keys:
+            start, ratios = partial(serve, trials.subject, f"--api-key-file={keys}"), dict[str, float]()
             trials.figure("load_average", os.getloadavg()[0])
-            ratio, problem = self._beside(server, honest, None)
+            ratio, problem = _beside(trials, start, None)
             trials.figure("ratio_beside_nobody", ratio)
             if problem:
                 return trials.skip(f"the machine is too busy: beside nobody, {problem}")
-            for way in trials.random.sample(tuple(WAYS), len(WAYS)):
-                if trials.go_on():
-                    ratios[way], problem = self._beside(server, honest, way)
-                    if problem:
-                        trials.wrong(f"{way}: {problem}")
-                    most_memory = max(most_memory, memory_bytes(server.process.pid))
-                    trials.tried()
-            if trials.go_on():
+            with start() as server:
                 _check_quota(trials, server)
                 trials.tried()
-        trials.figure("worst_ratio", max(ratios.values()))
-        trials.figure("median_ratio", statistics.median(ratios.values()))
-        trials.figure("server_memory_most_mib", most_memory / 2**20)
+            for way in trials.random.sample(tuple(WAYS), len(WAYS)):
+                if trials.go_on():
+                    ratios[way], problem = _beside(trials, start, way)
+                    if problem:
+                        trials.wrong(f"{way}: {problem}")
+                    trials.tried()
+        if ratios:
+            trials.figure("worst_ratio", max(ratios.values()))
+            trials.figure("median_ratio", statistics.median(ratios.values()))
         trials.detail("ratios", {way: round(ratio, 2) for way, ratio in ratios.items()})
 
-    def _beside(self, server: Server, honest: Honest, way: str | None) -> tuple[float, str]:
-        """Watch the nine beside an attack, or beside nobody, some times if need be.
 
-        Return how much longer they waited than alone at best, and what was wrong each time or "".
-        """
-        problem, best = "", float("inf")
-        for _ in range(ATTEMPTS):
-            with _half_of_the_cores(server):
+def _beside(trials: Trials, start: Start, way: str | None) -> tuple[float, str]:
+    """Watch the nine beside an attack, or beside nobody, some times if need be; each time on a server of its own.
+
+    Return how much longer they waited than alone at best, and what was wrong the last time or "".
+    """
+    problem, best, memory = "", float("inf"), "server_memory_most_mib"
+    for _ in range(ATTEMPTS):
+        with start() as server:
+            honest = Honest(server.url)
+            honest.watch(WARM_UP_S)
+            with _half_of_the_cores():
                 alone = honest.watch(PHASE_S)
             with contextlib.nullcontext() if way is None else attacking(server.url, way):
                 time.sleep(WARM_UP_S)
                 beside = honest.watch(PHASE_S)
-            ratio, problem = _compare(alone, beside)
-            best = min(best, ratio)
-            if not problem:
-                break
-        return best, problem
+            most = max(trials.outcome.figures.get(memory, 0.0), memory_bytes(server.process.pid) / 2**20)
+        trials.figure(memory, most)
+        ratio, problem = _compare(alone, beside)
+        best = min(best, ratio)
+        if not problem:
+            break
+    return best, problem
 
 
 def _compare(alone: Times, beside: Times) -> tuple[float, str]:
@@ -325,14 +330,14 @@ def _check_quota(trials: Trials, server: Server) -> None:
 
 
 @contextlib.contextmanager
-def _half_of_the_cores(server: Server) -> Iterator[None]:
-    """Let the server's processes run on half of the cores (on all of them where there is only one)."""
+def _half_of_the_cores() -> Iterator[None]:
+    """Let this process and its server run on half of the cores (on all of them where there is only one)."""
     cores = sorted(os.sched_getaffinity(0))
-    _confine(server.process.pid, set(cores[: (len(cores) + 1) // 2]))
+    _confine(os.getpid(), set(cores[: (len(cores) + 1) // 2]))
     try:
         yield
     finally:
-        _confine(server.process.pid, set(cores))
+        _confine(os.getpid(), set(cores))
 
 
 def _confine(pid: int, cores: set[int]) -> None:
@@ -352,3 +357,7 @@ def _key_file() -> Iterator[str]:
         path = Path(folder) / "keys.toml"
         path.write_text("".join(f"[{name}]\n{text}\n" for name, text in rules.items()))
         yield str(path)
+
+
+if __name__ == "__main__":
+    _attack(*sys.argv[1:])
