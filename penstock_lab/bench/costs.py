@@ -1,9 +1,11 @@
-"""Count what the native calls of a model must read and multiply: the numerators of the fractions that benchmarks print.
+"""Count what a model must read and multiply: the numerators of the fractions that benchmarks print.
+
+On the CPU, each native call counts by itself; on a GPU, whose kernels are launched as one, each step.
 
 A weight counts with its packed size, once per call. Attention counts the cached keys and values of every sequence once
 per layer, and four operations per pair of a new token and a key, per head and element, times the slices of an int8
-cache. An expert counts only if some row of the step chose it, as the kernels report. Operations on rows count nothing:
-what they read is in the caches, and they multiply little.
+cache. An expert counts only if some row of the step chose it, as the native kernels report; on a GPU, rows are taken to
+choose evenly. Operations on rows count nothing: what they read is in the caches, and they multiply little.
 """
 
 import ctypes
@@ -20,9 +22,9 @@ from penstock.kernels.cpu.calls import Arguments
 from penstock.kernels.cpu.library import RECORDABLE, PenstockAttentionStep, PenstockCall
 from penstock.kernels.cpu.packed import CpuLinear
 from penstock.kernels.ops import PackedLinear, Packing
-from penstock.layers.decoder import MoE
+from penstock.layers.decoder import MoE, expert_products
 from penstock.layers.module import named_modules
-from penstock.layers.weights import Linear
+from penstock.layers.weights import Linear, LMHead
 from penstock.spec.model_config import ModelConfig
 from penstock_lab.bench.samples import Work
 
@@ -41,26 +43,31 @@ class Cost:
 
 
 class ModelCosts:
-    """The work of a model's native calls, from its loaded weights and the resolved config with which it was loaded.
+    """The work of a model, from its loaded weights and the resolved config with which it was loaded.
 
     Attributes:
         kinds: the types in which the model's products and attention multiply.
     """
 
     def __init__(self, model: object, model_config: ModelConfig, config: EngineConfig) -> None:
-        dtype = config.numerics.dtype
-        self._products = {
-            piece.address: Cost(name.rpartition(".")[2], _product(packing, piece, dtype), "penstock_linear")
-            for name, layer in named_modules(model)
-            if isinstance(layer, Linear)
-            for piece, (_, _, packing) in zip(layer.packed, layer.pieces, strict=True)
-            if isinstance(piece, CpuLinear)
-        }
-        self._expert = Work()
-        for mixture in [layer for _, layer in named_modules(model) if isinstance(layer, MoE)][:1]:  # all are alike
-            for _, layer in named_modules(mixture.experts[0]):
-                if isinstance(layer, Linear):
-                    self._expert.add(_product(layer.spec.packing, layer.packed[0], dtype))
+        dtype, modules = config.numerics.dtype, dict(named_modules(model))
+        mixtures = [layer for layer in modules.values() if isinstance(layer, MoE)]
+        experts = {id(layer) for layer in expert_products(mixtures)}
+        self._products: dict[int, Cost] = {}  # native ones, by address
+        self._of_rows, self._of_head, self._expert, kinds = Work(), Work(), Work(), set[str]()  # of a row each
+        products = [(name, layer) for name, layer in modules.items() if isinstance(layer, Linear)]
+        for name, layer in products:
+            for piece, (_, _, packing) in zip(layer.packed, layer.pieces, strict=True):
+                work = _product(packing, piece, dtype)
+                kinds |= set(work.operations)
+                if isinstance(piece, CpuLinear):
+                    self._products[piece.address] = Cost(name.rpartition(".")[2], work, "penstock_linear")
+                if id(layer) not in experts:
+                    (self._of_head if isinstance(layer, LMHead) else self._of_rows).add(work)
+        for layer in list(expert_products(mixtures))[:2]:  # all experts are alike
+            self._expert.add(_product(layer.spec.packing, layer.packed[0], dtype))
+        self._mixtures = len(mixtures), model_config.num_experts, model_config.num_experts_per_tok
+        self._layers = {window: len(layers) for layers, window in model_config.cache_groups()}
         groups = {window: model_config.at(layers[0]) for layers, window in model_config.cache_groups()}
         self._num_sinks, self._chunked = model_config.num_sink_tokens, model_config.chunked_windows
         self._token_bytes = {window: cached_token_bytes(config, layer) for window, layer in groups.items()}
@@ -71,7 +78,6 @@ class ModelCosts:
         }
         self._attention: dict[int, Cost] = {}  # by window; 0: no window
         self._programs: dict[int, tuple[object, list[Cost | int]]] = {}  # an attention is kept as its window
-        kinds = {kind for cost in self._products.values() for kind in cost.work.operations}
         self.kinds = tuple(sorted(kinds | {self._kind}))
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
@@ -82,6 +88,22 @@ class ModelCosts:
             for item in scheduler_output.scheduled:
                 work.add(self._attend(item.num_computed_tokens, item.num_new_tokens, window))
             self._attention[window or 0] = Cost("attention", work, "penstock_attend")
+
+    def step(self, scheduler_output: SchedulerOutput) -> Cost:
+        """Count the work of a whole step."""
+        self.begin_step(scheduler_output)
+        rows, sampled = scheduler_output.num_tokens, sum(item.num_samples for item in scheduler_output.scheduled)
+        parts = [self._of_rows.times(rows), self._of_head.times(sampled)]
+        for window, layers in self._layers.items():
+            parts += [self._attention[window or 0].work] * layers
+        mixtures, count, chosen = self._mixtures
+        if mixtures:
+            read = count * (1 - (1 - chosen / count) ** rows)
+            parts.append(self.experts(round(mixtures * read), mixtures * rows * chosen))
+        whole = Work()
+        for part in parts:
+            whole.add(part)
+        return Cost("step", whole, "")
 
     def call(self, name: str, arguments: Arguments) -> Cost:
         """Find the operation that a native call computes, and its work without that of chosen experts."""

@@ -1,9 +1,9 @@
-"""Meter an engine's steps: the work of their native calls, and the machine's limits about every STRETCH_SECONDS.
+"""Meter an engine's steps: their work, and the limits of the machine or the GPU about every STRETCH_SECONDS.
 
     probe | stretch: steps, or a part of a long one | probe | stretch | probe ...
 
-A probe runs between two native calls or two steps. A Watch leaves out the time that measuring takes, so the times of
-steps and tokens are those of the engine alone.
+A probe runs between two native calls or two steps; on a GPU, between two steps. A Watch leaves out the time that
+measuring takes, so the times of steps and tokens are those of the engine alone.
 """
 
 import ctypes
@@ -52,7 +52,8 @@ class Watch:
 
 
 class CallMeter:
-    """Counts the work of native calls in stretches between probes. A CallObserver; `begin_step` announces each step."""
+    """Counts the work of native calls, or of whole steps, in stretches between probes. A CallObserver; `begin_step`
+    announces each step."""
 
     def __init__(
         self,
@@ -60,12 +61,14 @@ class CallMeter:
         watch: Watch,
         *,
         probe: Callable[[], Rates],
-        expert_counts: Callable[[], tuple[int, int]],
+        expert_counts: Callable[[], tuple[int, int]] | None,
         keep: Callable[[Stretch], None],
     ) -> None:
-        """keep: called with every stretch, after its second probe."""
+        """expert_counts: of native calls; None: whole steps count. keep: called with every stretch, after its second
+        probe."""
         self._costs, self._watch, self._probe, self._keep = costs, watch, probe, keep
-        self._expert_counts, self._counted = expert_counts, expert_counts()
+        self._counts_steps, self._expert_counts = expert_counts is None, expert_counts or (lambda: (0, 0))
+        self._counted = self._expert_counts()
         self._phase, self._calls = PREFILL, list[Cost]()
         with watch.paused():
             self._before = probe()
@@ -75,10 +78,13 @@ class CallMeter:
         """Begin a step. A stretch has steps of one phase only."""
         now = self._watch.now()
         with self._watch.paused():
-            if phase != self._phase:
+            if phase != self._phase or now - self._since >= STRETCH_SECONDS:
                 self._close(now)
             self._phase = phase
-            self._costs.begin_step(scheduler_output)
+            if self._counts_steps:
+                self._calls.append(self._costs.step(scheduler_output))
+            else:
+                self._costs.begin_step(scheduler_output)
 
     def call(self, name: str, arguments: Arguments) -> None:
         with self._between_calls():
@@ -121,10 +127,11 @@ class StepMeter(EngineObserver):
 
     Attributes:
         watch: the clock that leaves out the time that measuring takes.
-        limits: the machine's limits with the engine's threads; None for reference kernels.
+        limits: those of the engine's GPU, or of the machine with its threads; None for reference kernels.
     """
 
-    def __init__(self, built: BuiltEngine) -> None:
+    def __init__(self, built: BuiltEngine, limits: MachineLimits | None = None) -> None:
+        """limits: of the engine's GPU, if it has one."""
         if built.config.numerics.load_format == "mock":
             raise fail("load_format", "mock", "auto or dummy: without a model there is nothing to measure")
         self._prompts, self._prompt_tokens = PromptTokens(), 0  # prompt tokens of the last step
@@ -139,7 +146,7 @@ class StepMeter(EngineObserver):
         self._submitted = self._collected = 0.0, 0.0  # times by time.perf_counter and by the watch
         self._peak_before = peak_rss_bytes()
         self.watch = Watch()
-        self.limits = None if self._ops is None else MachineLimits(self._ops)
+        self.limits = limits if self._ops is None else MachineLimits(self._ops)
         self._begin = 0.0, 0.0, 0.0  # of the step: by time.perf_counter, by the watch, and seconds of kernels
         built.engine.observe(self)
 
@@ -147,26 +154,28 @@ class StepMeter(EngineObserver):
         """Forget the stretches so far, and probe the limits. profile: collects this run."""
         self._stretches, self._profile = [], profile
         ops, limits = self._ops, self.limits
-        if ops is None or limits is None:
+        if limits is None:
             return
-        if profile is not None:
+        if ops is not None and profile is not None:
             self._spans = (PenstockSpan * MAX_SPANS)()
             trace(ops, self._spans)
 
         def probe() -> Rates:
-            before = kernel_seconds(ops)
+            before = self._kernel_seconds()
             rates = limits.probe(*self._costs.kinds)
-            self._probe_seconds += kernel_seconds(ops) - before
+            self._probe_seconds += self._kernel_seconds() - before
             return rates
 
-        counts = partial(expert_counts, ops)
+        counts = None if ops is None else partial(expert_counts, ops)
         self._meter = CallMeter(self._costs, self.watch, probe=probe, expert_counts=counts, keep=self._keep)
-        ops.observer = self._meter
+        if ops is not None:
+            ops.observer = self._meter
 
     def end_run(self) -> list[Stretch]:
         """Stop metering, and return the stretches of the run."""
-        if self._ops is not None and self._meter is not None:
+        if self._meter is not None:
             self._meter.close()
+        if self._ops is not None:
             self._ops.observer = None
             trace(self._ops, None)
         return self._stretches

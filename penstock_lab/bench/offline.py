@@ -1,6 +1,7 @@
 """Measure the throughput and latency of an engine in this process, on random token ids.
 
-The machine's limits are probed during the run, with the same threads (meter.py); the times leave the probes out.
+The limits of the machine, with the same threads, or those of the GPU are probed during the run (meter.py); the times
+leave the probes out.
 """
 
 import random
@@ -18,12 +19,13 @@ from penstock import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from penstock.assembly import BuiltEngine, build_engine
+from penstock.assembly import BuiltEngine, build_engine, plan_engine
 from penstock.client.step_client import InProcessClient
+from penstock.config import TRITON
 from penstock.errors import check_int
 from penstock.interface.messages import ModelInfo
 from penstock.kernels.cpu.ops import CpuOps
-from penstock_lab.bench.machine import Progress
+from penstock_lab.bench.machine import MachineLimits, Progress
 from penstock_lab.bench.meter import StepMeter
 from penstock_lab.bench.profile import NO_LIMITS, OTHER_PROCESSES, Profile, Run
 from penstock_lab.bench.split_meter import SplitMeter
@@ -73,14 +75,16 @@ def measure_offline(
         InvalidRequestError: an option is invalid, or the workload does not fit into the context.
         EngineError: a request failed.
     """
-    built = build_engine(EngineConfig.from_options(**options))
+    config = EngineConfig.from_options(**options)
+    limits = _gpu_limits(config)
+    built = build_engine(config)
     info, cache = built.info, built.config.cache
     if workload.prompt_len + workload.output_len > info.max_model_len:
         message = f"input_len: prefix_len + input_len + output_len exceed max_model_len = {info.max_model_len}"
         raise InvalidRequestError(message, param="input_len")
     is_split = _is_split(built, profile)
     announce(info)
-    meter = SplitMeter(built) if is_split else StepMeter(built)
+    meter = SplitMeter(built) if is_split else StepMeter(built, limits)
     client = InProcessClient(built.engine, info, None, forms=built.forms)
     with progress("tokens", (workload.warmup + 1) * workload.num_prompts * workload.output_len) as advance:
         for index in range(workload.warmup + 1):
@@ -105,6 +109,18 @@ def measure_offline(
         "peak_rss_bytes": meter.peak_rss_bytes(),
         **({} if profile is None or is_split else {"profile": profile.figures()}),
     }
+
+
+def _gpu_limits(config: EngineConfig) -> MachineLimits | None:
+    """Measure the limits of the GPU that computes the model, before the engine takes its memory; None: none does."""
+    numerics = plan_engine(config).config.numerics
+    if numerics.kernels != TRITON or config.parallel.num_ranks > 1:
+        return None
+    import torch
+
+    from penstock_lab.bench.device import DeviceLimits
+
+    return DeviceLimits(torch.device(numerics.device))
 
 
 def _is_split(built: BuiltEngine, profile: Profile | None) -> bool:

@@ -14,7 +14,7 @@ figures of a run (`Run`) are its latencies and those of both phases:
     python_ms_per_step         the same time in milliseconds: p10, p50 and p90 of the steps
 
 The first two cover the settled stretches between probes, each compared with the limits probed at its time (samples.py).
-Without limits (reference kernels have none) the fractions are null, and `reason` says why.
+The time outside the kernels is known on the CPU only. What is not known is null, and `reason` says why.
 """
 
 import json
@@ -36,7 +36,7 @@ FIRST_STAGE = 2  # the trace row of a pipeline's first stage; row 1 is the engin
 EXPERTS = "experts"  # operation whose work is known only after the call
 FRACTIONS = ("bandwidth_fraction", "compute_fraction", "python_overhead_fraction")
 OTHER_PROCESSES = "the kernels of other processes are not timed"
-NO_LIMITS = "only native kernels (--kernels cpu) are timed and compared with the machine's limits"
+NO_LIMITS = "only native kernels (--kernels cpu) are timed; they and GPUs are compared with limits"
 
 
 class Span(NamedTuple):
@@ -269,7 +269,8 @@ class Phase:
 
     def figures(self, limits: MachineLimits | None) -> dict[str, Any]:
         steps = len(self.step_seconds)
-        overhead = None if limits is None else _rate(1000 * (self.seconds - self.kernel_seconds), steps)
+        is_timed = limits is not None and self.kernel_seconds > 0  # the kernels of a GPU are not
+        overhead = _rate(1000 * (self.seconds - self.kernel_seconds), steps) if is_timed else None
         return {
             "steps": steps,
             "seconds": self.seconds,
@@ -280,7 +281,7 @@ class Phase:
             "step_ms": _rate(1000 * self.seconds, steps),
             "step_ms_spread": spread([1000 * seconds for seconds in self.step_seconds]),
             "python_overhead_ms": overhead,
-            "python_ms_per_step": spread([] if limits is None else [1000 * seconds for seconds in self.python_seconds]),
+            "python_ms_per_step": spread([1000 * seconds for seconds in self.python_seconds] if is_timed else []),
             **self.fractions(limits),
         }
 
@@ -289,7 +290,7 @@ class Phase:
         if limits is None or not self.samples:
             return {**dict.fromkeys(FRACTIONS), "stretches": None}
         read, compute = fractions_of(self.samples)
-        values = (read, compute, 1 - self.kernel_seconds / self.seconds)
+        values = (read, compute, 1 - self.kernel_seconds / self.seconds if self.kernel_seconds else None)
         return {**dict(zip(FRACTIONS, values, strict=True)), "stretches": summary(self.samples, limits.best)}
 
 
@@ -327,8 +328,8 @@ class Run:
         return {
             "ttft_ms": _percentiles(list(self.first_token.values())),
             "itl_ms": _percentiles(self.gaps),
-            **whole.fractions(limits),
-            "reason": dict.fromkeys(FRACTIONS, reason) if limits is None else {},
+            **(fractions := whole.fractions(limits)),
+            "reason": {name: reason for name in FRACTIONS if fractions[name] is None},
             "machine": None if limits is None else limits.figures(),
             **{name: phase.figures(limits) for name, phase in self.phases.items()},
         }

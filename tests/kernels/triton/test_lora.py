@@ -68,6 +68,11 @@ def test_rows(dtype: torch.dtype, pieces: int, leaves: int) -> None:
     for row in range(4):
         some = slice(row, row + 1)
         assert torch.equal(bits(adapt(ops, adapters, x[some], y[some], SLOTS[some])), bits(found[some]))
+    adapters.a[0, 0, 0] = float("inf")  # of one piece: the others' columns stay what they are
+    rest = slice(ENDS[pieces][0], N)
+    assert torch.equal(bits(adapt(ops, adapters, x, y, SLOTS)[:, rest]), bits(found[:, rest]))
+    adapters.a[0, 0, 0] = 0.0
+    found = adapt(ops, adapters, x, y, SLOTS)
     spoilt = x.clone()
     spoilt[1] = float("nan")
     assert torch.equal(bits(adapt(ops, adapters, spoilt, y, SLOTS)[2:]), bits(found[2:]))
