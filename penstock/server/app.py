@@ -139,6 +139,7 @@ from penstock.server.tokens import (
     apply_template,
     create_text,
     create_tokens,
+    show_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -228,6 +229,7 @@ def _routes() -> list[Route]:
         Route("/v1/models/{model:path}", retrieve_model),
         Route("/tokenize", create_tokens, methods=["POST"]),
         Route("/detokenize", create_text, methods=["POST"]),
+        Route("/tokenizer_info", show_tokenizer),
         Route("/health", health),
         Route("/ping", ping, methods=["GET", "POST"]),
         Route("/engine_check", check_engine),

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequestError, NotSupportedError, check_ids
 from penstock.interface.messages import ModelInfo
-from penstock.server.context import ServerContext, json_response, model_of, read_body
+from penstock.server.context import ServerContext, context_of, json_response, model_of, read_body
 from penstock.server.inputs import decode, encode, render
 from penstock.server.openai_requests import ChatRequest, Message, PromptOrMessages, Strict, Tool, check_tools
 from penstock.tokenizer.tokenizer import MAX_CHARS_PER_TOKEN, RenderedChat, check_prompt_length
@@ -97,6 +97,18 @@ async def create_text(request: Request) -> Response:
     check_ids("tokens", body.tokens, info.vocab_size)
     text = await decode(context, body.tokens)
     return json_response({"prompt": text, "content": text})  # vLLM's name and llama.cpp's
+
+
+async def show_tokenizer(request: Request) -> Response:
+    """Handle GET /tokenizer_info: describe the tokenizer in the names of tokenizer_config.json, as vLLM does."""
+    context = context_of(request).named(request.query_params.get("model"))
+    info, tokenizer = context.info(), context.tokenizer()
+    ends = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+    return json_response({
+        **{name: None if token_id is None else tokenizer.token_to_text(token_id) for name, token_id in ends.items()},
+        "chat_template": None if tokenizer.chat_template is None else tokenizer.chat_template.text,
+        "model_max_length": info.max_model_len,
+    })  # fmt: skip
 
 
 async def apply_template(request: Request) -> Response:

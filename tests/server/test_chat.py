@@ -317,6 +317,11 @@ def test_tokenize_and_back() -> None:
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"] == "<s>h\u00e9"
     rendered = client.post("/tokenize", json={"messages": [USER]}).json()["tokens"]
     assert bytes(rendered) == b"<user>Hi\n<assistant>"
+    shown = client.get("/tokenizer_info").json()
+    for name, token_id in (("bos_token", 256), ("eos_token", 257)):
+        assert client.post("/detokenize", json={"tokens": [token_id]}).json()["prompt"] == shown[name] != ""
+    assert shown["model_max_length"] == 512
+    assert "<assistant>" in shown["chat_template"]
 
 
 @pytest.mark.parametrize(

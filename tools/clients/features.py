@@ -12,7 +12,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-FEATURES = ("chat", "stream", "tools", "structured", "embeddings", "agent")
+FEATURES = ("chat", "stream", "tools", "structured", "embeddings", "logprobs", "agent")
 QUESTION = "What is 3 + 4?"
 MODEL = "demo"
 KEY = "sk-x"
