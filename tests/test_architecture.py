@@ -94,7 +94,7 @@ LAB_USES: set[str] = {
     "penstock.server.options", "penstock.server.responses", "penstock.server.serve", "penstock.server.tokens",
     "penstock.spec.config_file", "penstock.spec.config_reader", "penstock.spec.generation_config",
     "penstock.spec.gguf", "penstock.spec.gguf_config",
-    "penstock.spec.model_config", "penstock.spec.param_table",
+    "penstock.spec.model_config", "penstock.spec.param_table", "penstock.spec.pooler",
     "penstock.tokenizer.answer_formats", "penstock.tokenizer.answers", "penstock.tokenizer.gguf",
     "penstock.tokenizer.hf",
     "penstock.tokenizer.tokenizer",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import tokenizers
@@ -29,6 +30,12 @@ FAMILIES = {
     "Roberta": SIZES | {"type_vocab_size": 1},
     "XLMRoberta": SIZES | {"type_vocab_size": 1, "pad_token_id": 2},
     "NomicBert": SIZES,
+    "DistilBert": {name: SIZES[name] for name in ("vocab_size", "max_position_embeddings")}
+    | {"dim": 48, "hidden_dim": 80, "n_layers": 2, "n_heads": 6},
+    "MPNet": SIZES,
+    "ModernBert": SIZES
+    | {"num_hidden_layers": 4, "local_attention": 20, "pad_token_id": 0, "bos_token_id": 1}
+    | {"eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
 }
 LABELS = {"id2label": {0: "bad", 1: "good", 2: "neither"}, "label2id": {"bad": 0, "good": 1, "neither": 2}}
 ONE_LABEL = {"id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
@@ -67,7 +74,8 @@ def of_all(llm: LLM, prompts: list[Any] = PROMPTS, **params: Any) -> list[np.nda
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Guards against a token that does not see those after it, positions that begin elsewhere (RoBERTa's), a norm
-    before the sum, the wrong half of a gate; and against bits that the crowd, the threads or a preemption change."""
+    before the sum, the wrong half of a gate, distances counted the wrong way (MPNet's), a window that ends a token too
+    early or on one side only (ModernBERT's); and against bits that the crowd, the threads or a preemption change."""
     model, directory = make(tmp_path, family)
     options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": CONTEXT}
     with LLM(str(directory), threads=1, **options) as llm:
@@ -78,7 +86,7 @@ def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) ->
         assert llm.config.scheduler.max_model_len == load_model_config(directory).max_position_embeddings
     for prompt, found in zip(PROMPTS, alone, strict=True):
         np.testing.assert_allclose(found, states(model, prompt["prompt_token_ids"]), atol=1e-5, rtol=0)
-    with LLM(str(directory), threads=2, kv_cache_memory_bytes=2**20, **options) as llm:
+    with LLM(str(directory), threads=2, kv_cache_memory_bytes=2**21, **options) as llm:
         crowd = of_all(llm, PROMPTS * 3)
         assert [item.tobytes() for item in crowd] == [item.tobytes() for item in alone * 3]
         seen = llm.forward(PROMPTS[2], skip_lm_head=True, output_attentions=True)
@@ -88,10 +96,11 @@ def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) ->
         llm.built.engine.check_integrity()
 
 
-def test_other_kernels_and_types(tmp_path: Path) -> None:
-    """Guards against a mask of the specification that is not that of the native kernels; in bfloat16 and with an int8
-    cache, against a value that is rounded twice, or not at all."""
-    model, directory = make(tmp_path, "Bert")
+@pytest.mark.parametrize("family", ["Bert", "MPNet", "ModernBert"])
+def test_other_kernels_and_types(family: str, tmp_path: Path) -> None:
+    """Guards against a mask or a bias of the specification that is not that of the native kernels; in bfloat16 and with
+    an int8 cache, against a value that is rounded twice, or not at all; against biases of another rank's heads."""
+    model, directory = make(tmp_path, family)
     for options, tolerance in (
         ({"dtype": "float32", "kernels": "reference"}, 1e-5),
         ({"dtype": "bfloat16"}, 0.06),
@@ -100,9 +109,54 @@ def test_other_kernels_and_types(tmp_path: Path) -> None:
         ({"dtype": "float32", "tensor_parallel_size": 2}, 1e-5),
     ):
         with LLM(str(directory), **options) as llm:
-            for prompt, found in zip(PROMPTS, of_all(llm), strict=True):
+            prompts = PROMPTS[: 5 if family == "Bert" else 4]
+            for prompt, found in zip(prompts, of_all(llm, prompts), strict=True):
                 expected = states(model, prompt["prompt_token_ids"])
                 assert np.abs(found - expected).max() < tolerance, options
+
+
+def test_jinas_bert(tmp_path: Path) -> None:
+    """Guards against a bias that grows behind the token, slopes of other heads, and halves of the gate that are taken
+    for each other. Transformers has no class of it: BERT's computes it, with other modules and a mask of the biases."""
+    model, directory = make(tmp_path, "Bert", intermediate_size=80)
+    model.embeddings.position_embeddings.weight.data.zero_()
+    stored = {name: value for name, value in model.state_dict().items() if "position" not in name}
+    for index, layer in enumerate(model.encoder.layer):
+        both = torch.randn(160, 48, generator=torch.Generator().manual_seed(index)) / 7
+        layer.intermediate = Gate(both)
+        names = {"output.dense": "mlp.wo", "output.LayerNorm": "mlp.layernorm"}
+        for before, after in names.items():
+            for part in ("weight", "bias"):
+                name = f"encoder.layer.{index}.%s.{part}"
+                stored[name % after] = stored.pop(name % before)
+        for part in ("weight", "bias"):
+            del stored[f"encoder.layer.{index}.intermediate.dense.{part}"]
+        stored[f"encoder.layer.{index}.mlp.gated_layers.weight"] = both
+    save_file(stored, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text()) | {"architectures": ["JinaBertModel"]}
+    config |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu", "emb_pooler": "mean"}
+    (directory / "config.json").write_text(json.dumps(config))
+    slopes = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])[:, None, None]  # of six heads (Press et al.)
+    with LLM(str(directory), dtype="float32") as llm:
+        for prompt, found in zip(PROMPTS, of_all(llm), strict=True):
+            ids = torch.tensor([prompt["prompt_token_ids"]])
+            at = torch.arange(ids.shape[1])
+            with torch.no_grad():
+                mask = -slopes * (at[:, None] - at).abs()
+                expected = model(ids, attention_mask=mask[None]).last_hidden_state[0].numpy()
+            np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+class Gate(torch.nn.Module):
+    """The first half of Jina's feed-forward branch: the activated half of the columns times the other half."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, other = (x @ self.weight.T).chunk(2, dim=-1)
+        return torch.nn.functional.gelu(gate) * other
 
 
 def test_nomics_own_files(tmp_path: Path) -> None:
@@ -122,16 +176,7 @@ def test_nomics_own_files(tmp_path: Path) -> None:
     own |= {"layer_norm_epsilon": 1e-12, "qkv_proj_bias": False, "prenorm": False, "rotary_scaling_factor": None}
     kept = {name: config[name] for name in ("architectures", "model_type", "vocab_size", "type_vocab_size")}
     (directory / "config.json").write_text(json.dumps(kept | own))
-    names = {"layers.": "encoder.layers.", "embeddings.LayerNorm": "emb_ln", "self_attn.o_proj": "attn.out_proj"}
-    names |= {"up_proj": "fc11", "gate_proj": "fc12", "down_proj": "fc2", "post_attention_layernorm": "norm1"}
-    names["post_mlp_layernorm"] = "norm2"
-    stored = model.state_dict()
-    for layer in range(2):
-        parts = [stored.pop(f"layers.{layer}.self_attn.{name}_proj.weight") for name in "qkv"]
-        stored[f"encoder.layers.{layer}.attn.Wqkv.weight"] = torch.cat(parts)
-    for before, after in names.items():
-        stored = {name if after in name else name.replace(before, after): value for name, value in stored.items()}
-    save_file(stored, directory / "model.safetensors")
+    save_file(nomics_own(model), directory / "model.safetensors")
     with LLM(str(directory), dtype="float32") as llm:
         for prompt, found in zip(PROMPTS, of_all(llm), strict=True):
             np.testing.assert_allclose(found, states(model, prompt["prompt_token_ids"]), atol=1e-5, rtol=0)
@@ -173,6 +218,75 @@ def test_embeddings_as_sentence_transformers_computes_them(tmp_path: Path) -> No
         refused(lambda: llm.embed(long), "exceed the context of 20")
 
 
+NOMICS_NAMES = {"layers.": "encoder.layers.", "embeddings.LayerNorm": "emb_ln", "self_attn.o_proj": "attn.out_proj"}
+NOMICS_NAMES |= {"up_proj": "fc11", "gate_proj": "fc12", "down_proj": "fc2", "post_attention_layernorm": "norm1"}
+NOMICS_NAMES["post_mlp_layernorm"] = "norm2"
+
+
+def nomics_own(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of a Nomic BERT under the names of Nomic's own files."""
+    stored = model.state_dict()
+    for layer in range(2):
+        parts = [stored.pop(f"layers.{layer}.self_attn.{name}_proj.weight") for name in "qkv"]
+        stored[f"encoder.layers.{layer}.attn.Wqkv.weight"] = torch.cat(parts)
+    for before, after in NOMICS_NAMES.items():
+        stored = {name if after in name else name.replace(before, after): value for name, value in stored.items()}
+    return stored
+
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "the", "dog", "##s", "b", "##ark", "!", ",", "e"]
+TEXTS = ["The dogs bark, the dog bark!", "DOGS éé bark", "the   cat\tbarks [unused0]", "犬 dog"]
+
+
+def write_gguf(path: Path, name: str, stored: dict[str, torch.Tensor], **more: Any) -> None:
+    """Write an encoder of two layers, with the vocabulary PIECES and as many others as it has rows."""
+    writer = gguf.GGUFWriter(path, name)
+    architecture = next(item for item, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+    numbers = {"context_length": CONTEXT, "embedding_length": 48, "feed_forward_length": 80, "block_count": 2}
+    for key, value in (numbers | {"head_count": 6, "layer_norm_eps": 1e-12, "causal_attention": False} | more).items():
+        getattr(writer, f"add_{key}")(value)
+    words = [*PIECES, *(f"rest{index}" for index in range(SIZES["vocab_size"] - len(PIECES)))]
+    marked = (word[2:] if word[:2] == "##" else word if word[0] == "[" else f"\u2581{word}" for word in words)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(list(marked))
+    writer.add_token_types([3 if word[0] == "[" else 1 for word in words])
+    writer.add_token_type_count(2)
+    for key, value in {"bos": 2, "sep": 3, "unk": 1, "pad": 0, "mask": 4}.items():
+        getattr(writer, f"add_{key}_token_id")(value)
+    names = gguf.get_tensor_name_map(architecture, 2)
+    for key, value in stored.items():
+        if not key.startswith("pooler"):
+            writer.add_tensor(names.get_name(key, try_suffixes=(".weight", ".bias")), value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", ["Bert", "NomicBert"])
+def test_gguf_files(family: str, tmp_path: Path) -> None:
+    """Guards against a tensor of llama.cpp's files that is taken for another, a pooling that is not the file's, and
+    words cut otherwise than by the tokenizer from which the file was made."""
+    model, _ = make(tmp_path, family)
+    is_nomic, file = family == "NomicBert", tmp_path / "model.gguf"
+    own = {"rope_freq_base": 1000.0} if is_nomic else {}
+    stored = nomics_own(model) if is_nomic else model.state_dict()
+    write_gguf(file, "nomic-bert" if is_nomic else "bert", stored, pooling_type=gguf.PoolingType.CLS, **own)
+    oracle = tokenizers.BertWordPieceTokenizer({piece: index for index, piece in enumerate(PIECES)})
+    oracle.add_special_tokens(PIECES[:6])
+    with LLM(str(file), dtype="float32") as llm:
+        for prompt, found in zip(PROMPTS, of_all(llm), strict=True):
+            np.testing.assert_allclose(found, states(model, prompt["prompt_token_ids"]), atol=1e-5, rtol=0)
+        for text in TEXTS:
+            ids = oracle.encode(text).ids
+            (found,) = llm.embed(text)
+            assert found.prompt_token_ids == ids
+            first = states(model, ids)[0]
+            np.testing.assert_allclose(found.outputs.embedding, first / np.linalg.norm(first), atol=1e-5)
+        encoding = llm.client.tokenizer.encode_pair("dog", "bark")
+        assert encoding == (oracle.encode("dog", "bark").ids, 3)
+
+
 def refused(call: Callable[[], Any], word: str) -> None:
     with pytest.raises(InvalidRequestError, match=word):
         call()
@@ -184,13 +298,16 @@ def logits_of(model: Any, ids: list[int], types: list[int] | None = None) -> np.
         return model(torch.tensor([ids]), **more).logits[0].double().numpy()
 
 
-@pytest.mark.parametrize("family", ["Bert", "Roberta", "NomicBert", "Llama", "Qwen3", "Gemma2", "GPT2"])
+@pytest.mark.parametrize(
+    "family",
+    ["Bert", "Roberta", "NomicBert", "DistilBert", "MPNet", "ModernBert", "Llama", "Qwen3", "Gemma2", "GPT2"],
+)
 def test_classifiers(family: str, tmp_path: Path) -> None:
     """Guards against a head that reads another token, the tanh that is left out, a softcap or a factor that is only the
     LM head's, a tied embedding in the place of the head; and against bits that chunks and crowds change."""
     sizes = {"n_layer": 2, "n_embd": 48, "n_head": 6, "n_positions": CONTEXT, "vocab_size": 199, "bos_token_id": 1}
     sizes["eos_token_id"] = 2
-    more = sizes if family == "GPT2" else {}
+    more = sizes if family == "GPT2" else {"classifier_pooling": "mean"} if family == "ModernBert" else {}
     model, directory = make(tmp_path, family, "ForSequenceClassification", **LABELS, pad_token_id=0, **more)
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 297}
     with LLM(str(directory), threads=1, **options) as llm:
@@ -204,21 +321,23 @@ def test_classifiers(family: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(plain.outputs.data, logits_of(model, PROMPTS[1]["prompt_token_ids"]), atol=1e-4)
         (tokens,) = llm.encode(PROMPTS[2], pooling_task="token_classify")
         assert tokens.outputs.data.shape == (40, 3)
-        at = 0 if llm.client.model_info.pooler.pooling_type == "CLS" else -1
-        np.testing.assert_array_equal(tokens.outputs.data[at], np.array(alone[2].probs, np.float32))
+        at = {"CLS": 0, "LAST": -1}.get(llm.client.model_info.pooler.pooling_type)
+        if at is not None:
+            np.testing.assert_array_equal(tokens.outputs.data[at], np.array(alone[2].probs, np.float32))
         refused(lambda: llm.embed(PROMPTS[1]), "does not embed: it is a classifier")
         refused(lambda: llm.generate(PROMPTS[1]), "it gives classes")
         refused(lambda: llm.score("w1", "w2"), "3 labels scores no pairs")
         refused(lambda: llm.classify(PROMPTS[1], PoolingParams(dimensions=2)), "dimensions")
-    chunked = {"max_num_batched_tokens": 297 if "Bert" in family or family == "Roberta" else 13}
+    chunked = {"max_num_batched_tokens": 297 if family in FAMILIES else 13}
     with LLM(str(directory), threads=2, **options, **chunked) as crowd:
         found = [item.outputs.probs for item in crowd.classify(PROMPTS * 2)]
         assert found == [item.probs for item in alone * 2]
 
 
-def test_classes_of_tokens(tmp_path: Path) -> None:
-    """Guards against one answer for a text where each token has its own."""
-    model, directory = make(tmp_path, "Roberta", "ForTokenClassification", **LABELS)
+@pytest.mark.parametrize("family", ["Roberta", "DistilBert", "ModernBert"])
+def test_classes_of_tokens(family: str, tmp_path: Path) -> None:
+    """Guards against one answer for a text where each token has its own, and a head with a product that it lacks."""
+    model, directory = make(tmp_path, family, "ForTokenClassification", **LABELS)
     with LLM(str(directory), dtype="float32") as llm:
         for prompt, output in zip(PROMPTS, llm.encode(PROMPTS, PoolingParams(use_activation=False)), strict=True):
             logits = logits_of(model, prompt["prompt_token_ids"])

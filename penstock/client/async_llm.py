@@ -157,7 +157,11 @@ class AsyncLLM:
         return await asyncio.to_thread(search_output, output, self._tokenizer)
 
     async def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Compute the pooled hidden states of a prompt as an array. Cancelling the call ends the request.
 
@@ -165,23 +169,35 @@ class AsyncLLM:
             InvalidRequestError, EngineDeadError, EngineOverloadedError, RequestFailedError: as `generate`.
         """
         request = pooling_request(pooling_params)
-        output = await self._only(prompt, request, request_id)
+        output = await self._only(prompt, request, request_id, lora_request)
         return pooling_output(output, is_matrix=is_matrix(request, self.model_info.pooler))
 
     async def classify(
-        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ClassificationRequestOutput:
         """Compute a classifier's scores of a prompt. Raise the errors of `encode`."""
-        return classification_output(await self._only(prompt, pooling_request(pooling_params, "classify"), request_id))
+        params = pooling_request(pooling_params, "classify")
+        return classification_output(await self._only(prompt, params, request_id, lora_request))
 
     async def embed(
-        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> EmbeddingRequestOutput:
         """Compute the embedding of a prompt. Raise the errors of `encode`."""
-        return embedding_output(await self._only(prompt, embedding_request(pooling_params), request_id))
+        params = embedding_request(pooling_params)
+        return embedding_output(await self._only(prompt, params, request_id, lora_request))
 
-    async def _only(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> RequestOutput:
-        async with aclosing(self.generate(prompt, params, request_id)) as outputs:
+    async def _only(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None, lora_request: LoRARequest | None = None
+    ) -> RequestOutput:
+        async with aclosing(self.generate(prompt, params, request_id, lora_request=lora_request)) as outputs:
             return await anext(outputs)
 
     @property

@@ -253,10 +253,12 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Compute the pooled hidden states of each prompt as an array, in the order given.
 
+        lora_request: as for `generate`.
         pooling_task: "token_embed" gives the hidden state of every token, [T, hidden]; "embed" follows pooling_params;
             "classify" and "token_classify" give a classifier's scores, [labels] and [T, labels].
 
@@ -265,7 +267,7 @@ class LLM:
             RequestFailedError: the computation failed.
         """
         make = partial(pooling_request, pooling_task=pooling_task)
-        outputs, params = self._pool(prompts, pooling_params, make, use_tqdm)
+        outputs, params = self._pool(prompts, pooling_params, make, use_tqdm, lora_request)
         pooler, pairs = self.client.model_info.pooler, zip(outputs, params, strict=True)
         return [pooling_output(output, is_matrix=is_matrix(item, pooler)) for output, item in pairs]
 
@@ -275,9 +277,10 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Compute the embedding of each prompt, in the order given. Raise the errors of `encode`."""
-        outputs, _ = self._pool(prompts, pooling_params, embedding_request, use_tqdm)
+        outputs, _ = self._pool(prompts, pooling_params, embedding_request, use_tqdm, lora_request)
         return [embedding_output(output) for output in outputs]
 
     def classify(
@@ -286,10 +289,11 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Compute a classifier's scores of each prompt, in the order given. Raise the errors of `encode`."""
         make = partial(pooling_request, pooling_task="classify")
-        outputs, _ = self._pool(prompts, pooling_params, make, use_tqdm)
+        outputs, _ = self._pool(prompts, pooling_params, make, use_tqdm, lora_request)
         return [classification_output(output) for output in outputs]
 
     def score(
@@ -299,6 +303,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Score how similar texts are: one text to each of several, or each text to its counterpart. A cross-encoder
         reads the texts of a pair together; otherwise their embeddings are compared.
@@ -317,19 +322,20 @@ class LLM:
                 pair_request(self.client.tokenizer, info, pair, params) for pair in zip(firsts, second, strict=True)
             ]
             prompts: list[Prompt] = [{"prompt_token_ids": ids} for ids, _ in pairs]
-            outputs, _ = self._pool(prompts, [item for _, item in pairs], pooling_request, use_tqdm)
+            outputs, _ = self._pool(prompts, [item for _, item in pairs], pooling_request, use_tqdm, lora_request)
             return [pair_output(output) for output in outputs]
         params = replace(params, normalize=True)
-        found = self.embed([*first, *second], params, use_tqdm=use_tqdm)
+        found = self.embed([*first, *second], params, use_tqdm=use_tqdm, lora_request=lora_request)
         known, others = found[: len(first)], found[len(first) :]
         return [score_output(known[index % len(known)], other) for index, other in enumerate(others)]
 
     def _pool(
-        self, prompts: Prompt | Sequence[Prompt], params: Any, make: Callable[[Any], SamplingParams], use_tqdm: bool
+        self, prompts: Any, params: Any, make: Callable[[Any], SamplingParams], use_tqdm: bool, lora_request: Any
     ) -> tuple[list[RequestOutput], list[SamplingParams]]:
         listed = _listed(prompts)
         requests = requests_for(params, len(listed), make)
-        return (self.generate(listed, requests, use_tqdm=use_tqdm) if listed else []), requests
+        given = {"use_tqdm": use_tqdm, "lora_request": lora_request}
+        return (self.generate(listed, requests, **given) if listed else []), requests
 
     def stream(
         self,

@@ -185,8 +185,6 @@ class PoolerConfig:
         for name in names:
             if getattr(params, name) is not None:
                 raise invalid(name, f"not allowed with the task {task}")
-        if params.is_classified and params.pooling_type == "MEAN":
-            raise fail("pooling_type", "MEAN", "LAST, CLS or ALL: a head reads the states of tokens")
         if params.second_text_start is not None and self.num_token_types < 2:
             raise invalid("second_text_start", "this model has no types of tokens")
 

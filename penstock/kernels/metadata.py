@@ -44,14 +44,14 @@ class AttentionMetadata:
         chunked: the window does not slide: the text is cut into chunks of its length, and a token sees itself and the
             tokens before it in its own chunk.
         num_sink_tokens: how many first tokens of a sequence stay visible (and allocated) before a window.
-        bidirectional: a token sees all tokens of its sequence, those after it too; only without a window.
+        bidirectional: a token also sees the tokens after it: all, or sliding_window - 1 of them.
         plan: which core computes what (kernels/attention/plan.py); None: not planned yet.
 
     A ring is a block table that repeats one block. Its slots are used again, and slot_mapping stores only tokens that
     no later token of the step overwrites.
 
     Raises:
-        InvalidRequestError: sliding_window is below 1, or there is one and attention is bidirectional.
+        InvalidRequestError: sliding_window is below 1.
     """
 
     query_start_loc: Tensor
@@ -69,8 +69,6 @@ class AttentionMetadata:
         if self.sliding_window is not None and self.sliding_window < 1:
             text = f"sliding_window: {self.sliding_window} is not allowed; it must be 1 or more, or None"
             raise InvalidRequestError(text, param="sliding_window")
-        if self.sliding_window is not None and self.bidirectional:
-            raise InvalidRequestError("sliding_window: bidirectional attention has none", param="sliding_window")
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> "AttentionMetadata":
         """Convert the tensors of the metadata; the plan stays on the host."""
@@ -108,7 +106,7 @@ class AttentionParams:
     """The arithmetic of one layer's scores.
 
     The order is: s = q . k; if bias_before_scale, s += bias; s *= scale; s = softcap * tanh(s / softcap); if not
-    bias_before_scale, s += bias. Then hidden positions become -inf.
+    bias_before_scale, s += bias; s += distance_bias. Then hidden positions become -inf.
 
     Attributes:
         scale: usually 1 / sqrt(D).
@@ -116,6 +114,8 @@ class AttentionParams:
         alibi_slopes: [H] float32; the bias is slope * (key position - query position). None: no bias.
         bias_before_scale: add the bias before scaling (Falcon, and `pse` of IncreFlashAttention), not after (BLOOM).
         sink_logits: [H] float32, learned logits that take part in every softmax and have no value. None: no sinks.
+        distance_bias: [H, 2R + 1] float32, what is added for a key at a distance of -R .. R from the query (beyond,
+            that of -R or R), after the scores are scaled. None: nothing. Not beside ALiBi; on the CPU only.
     """
 
     scale: float
@@ -123,6 +123,7 @@ class AttentionParams:
     alibi_slopes: Tensor | None = None
     bias_before_scale: bool = False
     sink_logits: Tensor | None = None
+    distance_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

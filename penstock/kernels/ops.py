@@ -210,7 +210,7 @@ class Ops(Protocol):
     def gated_linear(self, x: Tensor, weight: PackedLinear, activation: str, *, out: Tensor | None = None) -> Tensor:
         """Compute activation(gate) * up of x [M, K] dtype: [M, N] dtype. The weight [2N, K] is gate rows, then up rows.
 
-        `activation`: "silu", "gelu" (exact), "gelu_tanh", "relu2" (the square of max(x, 0)), or "clamped_silu":
+        `activation`: "silu", "gelu" (exact), "gelu_tanh", "relu", "relu2" (its square), "tanh", or "clamped_silu":
         min(x, 7) sigmoid(1.702 min(x, 7)), which multiplies up, clamped to -7 .. 7, plus 1. Equal to linear followed by
         the element-wise product.
         """

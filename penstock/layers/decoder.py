@@ -12,6 +12,7 @@ softmax over the chosen logits. RouterParams in kernels/metadata.py has the othe
 shared expert (Dai et al., "DeepSeekMoE", 2024) computes every token; its result may be multiplied by a sigmoid.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 
 from penstock.kernels.metadata import AttentionParams, RotaryParams, RouterParams
 from penstock.kernels.ops import PackedLinear
-from penstock.kernels.tensors import FLOAT32, LOGITS_ROWS, Array, Slot, Tensor
+from penstock.kernels.tensors import FLOAT32, LOGITS_ROWS, Array, Slot, Tensor, as_array
 from penstock.layers.factory import LayerFactory
 from penstock.layers.module import CausalLM, ForwardContext, Module, named_modules
 from penstock.layers.rotary import Rotary
@@ -57,7 +58,7 @@ class Attention(Module):
         self.params = AttentionParams(
             scale=scale or cfg.attention_scale or heads.head_dim**-0.5,
             softcap=cfg.attn_logit_softcapping,
-            alibi_slopes=make.ops.tensor(slopes) if cfg.alibi else None,
+            alibi_slopes=make.ops.tensor(slopes) if cfg.alibi and not cfg.bidirectional else None,
             bias_before_scale=cfg.alibi and cfg.scaled_alibi,
         )
         self._values_are_keys = bool(cfg.values_are_keys) and cfg.values_are_keys[layer]
@@ -124,6 +125,36 @@ def alibi_slopes(num_heads: int) -> Array:
     slopes = [2.0 ** (-8.0 * i / whole) for i in range(1, whole + 1)]
     slopes += [2.0 ** (-4.0 * i / whole) for i in range(1, 2 * (num_heads - whole), 2)]
     return np.array(slopes, dtype=FLOAT32)
+
+
+class RelativeBias(Module):
+    """What each head adds to a score because of the distance from the query to the key: ALiBi in both directions, or
+    numbers learned for ranges of distances (Raffel et al., "Exploring the Limits of Transfer Learning", 2020)."""
+
+    FARTHEST, RANGES = 128, 16  # in each direction; the last range has all distances from 128 on
+
+    def __init__(self, cfg: ModelConfig, make: LayerFactory) -> None:
+        self.ops = make.ops
+        self.relative_attention_bias = None if cfg.alibi else make.vector("relative_attention_bias")
+        self._slopes = make.own_heads(alibi_slopes(cfg.num_attention_heads), cfg)
+        self._context = make.max_positions or cfg.context
+
+    def by_distance(self) -> Tensor:
+        """Compute AttentionParams.distance_bias. Call it after the weights are loaded."""
+        if self.relative_attention_bias is None:
+            distances = np.abs(np.arange(1 - self._context, self._context)).astype(FLOAT32)
+            return self.ops.tensor(-self._slopes[:, None] * distances)
+        weight, ranges = as_array(self.relative_attention_bias.weight), self._ranges()  # weight: [2 RANGES, heads]
+        found = [weight[ranges[:0:-1]], weight[:1], weight[self.RANGES + ranges[1:]]]
+        return self.ops.tensor(np.ascontiguousarray(np.concatenate(found).T))
+
+    def _ranges(self) -> Array:
+        """List the range of each distance up to FARTHEST: of one distance each at first, then by its logarithm."""
+        single, number = self.RANGES // 2, FLOAT32.type
+        distances = np.arange(self.FARTHEST + 1, dtype=FLOAT32)
+        turns = np.log(np.maximum(distances, 1) / number(single)) / number(math.log(self.FARTHEST / single))
+        grown = np.minimum(single + turns * number(self.RANGES - single), self.RANGES - 1)
+        return np.where(distances < single, distances, grown).astype(np.int64)
 
 
 class MLP(Module):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from penstock.errors import InvalidRequestError, ModelLoadError, check_choice, check_installed, fail, nearest
 from penstock.interface import entry_points
-from penstock.models.bert.config import classifier, read_bert, read_nomic_bert, read_roberta
+from penstock.models.bert import config as bert
 from penstock.models.falcon.config import read_bloom, read_falcon
 from penstock.models.gemma.config import read_gemma
 from penstock.models.gemma2.config import read_gemma2, read_gemma3
@@ -225,16 +225,20 @@ def _encoder(model_type: str, read_config: ReadConfig) -> Architecture:
 
 
 ENCODERS = {
-    f"{name}{kind}": _encoder(model_type, read if is_dense is None else classifier(read, dense=is_dense))
+    f"{name}{kind}": _encoder(model_type, read if of_tokens is None else bert.classifier(read, of_tokens=of_tokens))
     for name, model_type, read in (
-        ("Bert", "bert", read_bert),
-        ("Camembert", "camembert", read_roberta),
-        ("Roberta", "roberta", read_roberta),
-        ("XLMRoberta", "xlm-roberta", read_roberta),
-        ("NomicBert", "nomic_bert", read_nomic_bert),
+        ("Bert", "bert", bert.read_bert),
+        ("Camembert", "camembert", bert.read_roberta),
+        ("DistilBert", "distilbert", bert.read_distilbert),
+        ("JinaBert", "bert", bert.read_jina_bert),
+        ("MPNet", "mpnet", bert.read_mpnet),
+        ("ModernBert", "modernbert", bert.read_modernbert),
+        ("Roberta", "roberta", bert.read_roberta),
+        ("XLMRoberta", "xlm-roberta", bert.read_roberta),
+        ("NomicBert", "nomic_bert", bert.read_nomic_bert),
     )
-    for kind, is_dense in (
-        ("Model", None), ("ForMaskedLM", None), ("ForSequenceClassification", True), ("ForTokenClassification", False),
+    for kind, of_tokens in (
+        ("Model", None), ("ForMaskedLM", None), ("ForSequenceClassification", False), ("ForTokenClassification", True),
     )
 }  # fmt: skip
 

@@ -250,8 +250,13 @@ def attention_weights(
         weights = FLOAT32.type(params.softcap) * np.tanh(weights / FLOAT32.type(params.softcap))
     if not params.bias_before_scale:
         weights += bias
+    if params.distance_bias is not None:
+        table = as_array(params.distance_bias)
+        reach = table.shape[1] // 2
+        weights += table[:, distance.clip(-reach, reach) + reach]
     first = 0 if window is None else first_seen(at[:, None], window, chunked=chunked)
-    hidden = ((distance > 0) & (not bidirectional)) | ((at < first) & (at >= num_sinks))
+    last = (len(q) if window is None else window - 1) if bidirectional else 0
+    hidden = (distance > last) | ((at < first) & (at >= num_sinks))
     weights[:, hidden] = -np.inf
     sinks = -np.inf if params.sink_logits is None else as_array(params.sink_logits)[:, None, None]
     greatest = np.maximum(weights.max(axis=-1, keepdims=True), sinks)

@@ -35,7 +35,7 @@ from penstock.interface.step import (
 )
 from penstock.kernels.metadata import AttentionMetadata, CacheSpec, Heads, KVCache, KVScales
 from penstock.kernels.ops import Ops, Program, RecordingOps
-from penstock.kernels.tensors import LOGITS_ROWS, Array, Tensor, as_array, contiguous, dtype_of, is_torch
+from penstock.kernels.tensors import FLOAT32, LOGITS_ROWS, Array, Tensor, as_array, contiguous, dtype_of, is_torch
 from penstock.layers.lora import Adapter
 from penstock.layers.module import CausalLM, ForwardContext
 from penstock.layers.weights import adapted_products
@@ -126,7 +126,8 @@ class ModelRunner:
         self.cache_bytes = sum(self.kv_caches[layer].num_bytes for layer in self._own_layers)
         owned = {index: set(group.layers) & set(self._own_layers) for index, group in enumerate(groups)}
         self._first_layers = {index: min(found) for index, found in owned.items() if found}
-        head = Head(model.compute_logits, len(model_config.labels), model_config.label_activation)
+        labels = len(model_config.labels), model_config.label_activation
+        head = Head(model.compute_logits, *labels, lambda rows: ops.round(ops.tensor(rows.astype(FLOAT32))))
         self._pooler = Pooler(head)
         self._packed: PackedStep | None = None  # the last step
         self._unplanned: dict[int, AttentionMetadata] = {}  # metadata of the last step, by cache group

@@ -26,14 +26,14 @@ class _Pooled:
 
     Attributes:
         num_tokens: the length of its prompt.
-        kept: rows of hidden states [n, hidden], in order, or what the head makes of them: of LAST, CLS and ALL.
+        kept: rows of hidden states [n, hidden], in order, or what the head makes of them; of MEAN, only at the end.
         total: the sum of the rows so far, [hidden]; for MEAN only.
     """
 
     params: PoolingParams
     num_tokens: int
     head: "Head"
-    kept: list[Float32] = field(default_factory=list)
+    kept: list[npt.NDArray[np.floating]] = field(default_factory=list)
     total: Float64 | None = None
 
     def add(self, rows: Tensor, start: int) -> None:
@@ -51,6 +51,9 @@ class _Pooled:
             self.kept += self._read(rows)
         elif (kind == "LAST" and is_last) or (kind == "CLS" and start == 0):
             self.kept = self._read(rows[-1:] if kind == "LAST" else rows[:1])
+        if self.total is not None and is_last:
+            mean = (self.total / self.num_tokens)[None]
+            self.kept = self._read(self.head.round(mean)) if self.params.is_classified else [mean]
 
     def _read(self, rows: Tensor) -> list[Float32]:
         """Copy hidden states, or apply the head to them."""
@@ -61,7 +64,7 @@ class _Pooled:
 
     def result(self) -> bytes | None:
         """Finish the vectors, as bytes; None if any number is not finite."""
-        found = np.concatenate(self.kept) if self.total is None else (self.total / self.num_tokens)[None]
+        found = np.concatenate(self.kept)
         if not np.isfinite(found).all():
             return None
         if self.params.is_classified and self.params.use_activation is not False:
@@ -92,12 +95,13 @@ def activated(logits: npt.NDArray[np.floating], activation: str) -> Float64:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A classifier's head: what maps hidden states [M, hidden] to logits, whose first `num_labels` columns count, and
-    the activation of the logits (ModelConfig.label_activation)."""
+    """A classifier's head: what maps hidden states [M, hidden] to logits, whose first `num_labels` columns count, the
+    activation of the logits (ModelConfig.label_activation), and what makes hidden states of numbers."""
 
     compute_logits: Callable[[Tensor], Tensor]
     num_labels: int
     activation: str
+    round: Callable[[Float64], Tensor]
 
 
 class Pooler:

@@ -18,6 +18,7 @@ ACTIVATIONS = {  # Hugging Face's name -> the mathematical one in kernels/ops.py
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
 }
 # Sizes that a file must give, and the largest allowed: far larger than in any model, but safe for arithmetic.

@@ -23,6 +23,7 @@ SOFTMAX, SIGMOID = 1, 2  # how scores of experts are made
 ARCHITECTURES = {
     "apertus": ("ApertusForCausalLM", "apertus"),
     "arcee": ("ArceeForCausalLM", "arcee"),
+    "bert": ("BertModel", "bert"),  # and RoBERTa, whose positions then begin at 0
     "bloom": ("BloomForCausalLM", "bloom"),
     "cohere2": ("Cohere2ForCausalLM", "cohere2"),
     "command-r": ("CohereForCausalLM", "cohere"),
@@ -38,11 +39,13 @@ ARCHITECTURES = {
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "gpt2": ("GPT2LMHeadModel", "gpt2"),
     "granite": ("GraniteForCausalLM", "granite"),  # and Granite 4 without experts and mamba layers
+    "jina-bert-v2": ("JinaBertModel", "bert"),
     "llama": ("LlamaForCausalLM", "llama"),  # and Mistral; with experts: MIXTRAL
     "llama4": ("Llama4ForCausalLM", "llama4_text"),
     "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
     "mistral3": ("Ministral3ForCausalLM", "ministral3"),
     "nemotron": ("NemotronForCausalLM", "nemotron"),
+    "nomic-bert": ("NomicBertModel", "nomic_bert"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),  # with windows: OLMO3
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
@@ -104,13 +107,15 @@ OWN_KEYS = {
     },
     "stablelm": {"use_parallel_residual": "use_parallel_residual"},
 }
+ENCODERS = ("bert", "jina-bert-v2", "nomic-bert")
+POOLING = {1: "MEAN", 2: "CLS", 3: "LAST"}  # of encoders
 # What a file means that lacks these keys, where config.json would mean something else.
 ABSENT: dict[str, dict[str, Any]] = {
     "ernie4_5-moe": {"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
     "glm4moe": {"first_k_dense_replace": 0, "norm_topk_prob": False, "num_nextn_predict_layers": 0},
 }
 EPSILON = {  # Transformers' name of the epsilon of layer norms
-    **dict.fromkeys(("cohere2", "command-r", "stablelm"), "layer_norm_eps"),
+    **dict.fromkeys(("cohere2", "command-r", "stablelm", *ENCODERS), "layer_norm_eps"),
     "nemotron": "norm_eps",
     "starcoder2": "norm_epsilon",
 }
@@ -127,7 +132,7 @@ NEUTRAL = {
 HARMLESS = frozenset({"tensor_data_layout", "rope.scaling.finetuned"})
 # Architecture -> the switches for biases, and for norms of q and k, that its config.json always has.
 SWITCHES = {
-    "bloom": {},
+    **{key: {} for key in ("bloom", *ENCODERS)},
     "command-r": {"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
     "ernie4_5": {"use_bias": "attn_q.bias"},
     "falcon": {"bias": "attn_qkv.bias"},
@@ -173,8 +178,9 @@ def config_of_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{path}: general.architecture = {shown(name)} is not supported{because}; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    if "token_embd.weight" not in tensors:
-        raise ModelLoadError(f"{path}: holds no token_embd.weight, so it is not a whole model")
+    for needed in ("token_embd.weight", *(("token_types.weight",) if name in ENCODERS else ())):
+        if needed not in tensors:
+            raise ModelLoadError(f"{path}: holds no {needed}, so it is not a whole model")
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     read = ConfigReader(own, f"{path.name}: {name}")
     config = _config(read, name, tensors)
@@ -197,13 +203,15 @@ def _config(read: ConfigReader, name: str, tensors: Tensors) -> dict[str, Any]:
     neutral = {key: value for key, value in NEUTRAL.items() if key not in own}
     if name in ("glm4moe", "minimax-m2"):
         neutral["expert_gating_func"] = SIGMOID
+    if name in ENCODERS:
+        neutral |= {"attention.causal": False, "attention.max_alibi_bias": 8 if name == "jina-bert-v2" else 0}
     read.neutral(neutral | {"vocab_size": embedding.shape[0]})
     if name == "ernie4_5-moe":  # whose shared experts have the width of the others
         config.pop("shared_expert_intermediate_size", None)
     if name in EPSILON:
         config[EPSILON[name]] = config.pop("layer_norm_epsilon", None)
         config.pop("rms_norm_eps", None)  # Nemotron's files have it twice
-    if read.has("pooling_type") and read.raw("pooling_type") not in LAST_POOLING:
+    if name not in ENCODERS and read.has("pooling_type") and read.raw("pooling_type") not in LAST_POOLING:
         raise read.fail("pooling_type", "3 (last), or absent")
     config |= {
         "architectures": [architecture],
@@ -299,6 +307,10 @@ def _family(read: ConfigReader, name: str, tensors: Tensors, config: Mapping[str
     """Return the keys that only some families have."""
     if name == "qwen3moe":
         return {"norm_topk_prob": True}
+    if name in ENCODERS:  # POOLING is how its states become an embedding, if the file says so
+        pooling = POOLING.get(read.integer("pooling_type", 0, len(POOLING), 0))
+        gate = {"position_embedding_type": "alibi", "feed_forward_type": "geglu"} if name == "jina-bert-v2" else {}
+        return gate | {"pooling_type": pooling, "type_vocab_size": tensors["token_types.weight"].shape[0]}
     if name == "falcon":
         heads = config.get("num_key_value_heads", 1)
         parallel = {"num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in tensors else 1} if heads != 1 else {}

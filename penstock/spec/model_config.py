@@ -92,7 +92,7 @@ class ModelConfig:
     """The numbers of one model, with Transformers' names. Fields that most models lack have defaults.
 
     Attributes:
-        hidden_act: "silu", "gelu" (exact), "gelu_tanh", "relu2" (the square of max(x, 0)) "xielu" or "clamped_silu"
+        hidden_act: "silu", "gelu" (exact), "gelu_tanh", "relu", "relu2" (its square), "xielu" or "clamped_silu"
             (kernels/ops.py).
         gated_mlp: the feed-forward branch is down(act(gate(y)) * up(y)), otherwise down(act(up(y))).
         norm: the kind of the norms of the residual stream, of q and of k: "rms" or "layer".

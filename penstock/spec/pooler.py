@@ -7,7 +7,7 @@
     config_sentence_transformers.json    prompts, and the name of the default one
 
 Without modules.json, a decoder's embedding is the normalised hidden state of the last token, and an encoder's the mean
-of its states, as sentence-transformers takes them.
+of its states, as sentence-transformers takes them, or what its GGUF file says, normalised, as llama.cpp takes it.
 """
 
 import json
@@ -28,13 +28,14 @@ PART_OF_IT = ("Transformer", "Pooling", "Normalize")
 
 
 def usual_pooler(model: ModelConfig) -> PoolerConfig:
-    """Return what a model's numbers say: encoders classify by the first token's state, decoders by the last one's."""
-    kind = "MEAN" if model.bidirectional else "LAST"
-    if model.labels and model.bidirectional:
-        kind = "CLS" if model.extra["dense_head"] else "ALL"
+    """Return what a model's numbers say: an encoder's say which state it classifies by, decoders take the last one."""
+    kind, normalize = "LAST", True
+    if model.bidirectional:
+        stated = model.extra["label_pooling"] if model.labels else model.extra["pooling"]
+        kind, normalize = stated or "MEAN", stated is not None
     return PoolerConfig(
         pooling_type=kind,
-        normalize=not model.bidirectional,
+        normalize=normalize,
         hidden_size=model.hidden_size,
         labels=model.labels,
         num_token_types=model.num_token_types,

@@ -1,8 +1,9 @@
 """Build the tokenizer that the metadata of a GGUF file describes.
 
-Two kinds of vocabularies are read. "llama" is a SentencePiece BPE: pieces with scores, and bytes for what has no piece.
-"gpt2" is a byte-level BPE with merges; its pre-tokenizer, which cuts a text into words, is known by name only, so the
-expressions are here. Ids and texts equal those of the model's own tokenizer.json.
+Three kinds of vocabularies are read. "llama" is a SentencePiece BPE: pieces with scores, and bytes for what has no
+piece. "gpt2" is a byte-level BPE with merges; its pre-tokenizer, which cuts a text into words, is known by name only,
+so the expressions are here. "bert" is BERT's WordPiece; a file does not say whether texts become lower case, which a
+vocabulary without capital letters means. Ids and texts equal those of the model's own tokenizer.json.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from penstock.errors import ModelLoadError, shown
@@ -33,6 +34,7 @@ NAMED = {  # the names in tokenizer_config.json -> the keys
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
+    "cls_token": "cls_token_id",
     "sep_token": "seperator_token_id",
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
@@ -117,8 +119,10 @@ def gguf_backend(path: Path, *, only_decodes: bool = False) -> tuple[Backend, di
             raise read.fail("pre", f"one of {', '.join(WORDS)}")
         backend = _byte_level(read, tokens, kinds, words, only_decodes=only_decodes)
         adds_bos = words.adds_bos
+    elif model == "bert":
+        backend, adds_bos = _wordpiece(read, tokens, kinds), False
     else:
-        raise read.fail("model", "llama (a SentencePiece BPE) or gpt2 (a byte-level BPE)")
+        raise read.fail("model", "llama (a SentencePiece BPE), gpt2 (a byte-level BPE) or bert (WordPiece)")
     named = {name: read.token(key, tokens) for name, key in NAMED.items()}
     flags = {"add_bos_token": read.flag("add_bos_token", adds_bos), "add_eos_token": read.flag("add_eos_token", False)}
     templates = {
@@ -181,6 +185,29 @@ def _sentencepiece(read: _Keys, tokens: list[str], kinds: Sequence[int], *, only
     prefix = read.flag("add_space_prefix", True)
     pieces = Pieces(tokens, scores, kinds, add_prefix=prefix)
     return sentencepiece_backend(pieces, every_part=True, only_decodes=only_decodes)
+
+
+def _wordpiece(read: _Keys, tokens: list[str], kinds: Sequence[int]) -> Backend:
+    """Build BERT's tokenizer. A file marks the beginnings of words, not, as vocab.txt, what goes on with a word."""
+    for index, token in enumerate(tokens):
+        if not (token.startswith("[") and token.endswith("]")):
+            tokens[index] = token[1:] if token.startswith(SPACE) else f"##{token}"
+    is_lower = all(token == token.lower() for token in tokens if not token.startswith("["))
+    vocab = {token: index for index, token in enumerate(tokens)}
+    found = {name: read.token(NAMED[name], tokens) for name in ("unk_token", "cls_token", "sep_token")}
+    special = {name: token or f"[{name[:3].upper()}]" for name, token in found.items()}
+    missing = [token for token in special.values() if token not in vocab]
+    if missing:
+        raise read.fail("tokens", f"an array with {missing[0]} in it")
+    backend = Backend(models.WordPiece(vocab, unk_token=special["unk_token"]))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=is_lower)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    first, last = special["cls_token"], special["sep_token"]
+    text, ends = f"{first}:0 $A:0 {last}:0", [(first, vocab[first]), (last, vocab[last])]
+    backend.post_processor = processors.TemplateProcessing(text, f"{text} $B:1 {last}:1", ends)
+    backend.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind in (CONTROL, UNKNOWN)])
+    return backend
 
 
 def _byte_level(read: _Keys, tokens: list[str], kinds: Sequence[int], words: Words, *, only_decodes: bool) -> Backend:

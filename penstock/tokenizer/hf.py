@@ -225,7 +225,7 @@ def load_tokenizer(
     config = own_names | config
     named = _named_tokens(config)
     _add_declared_tokens(backend, config, named)
-    if not is_json:
+    if not is_json and backend.post_processor is None:
         ends = (("bos_token", config.get("add_bos_token", True)), ("eos_token", config.get("add_eos_token", False)))
         add_around(backend, *(named[name].content if is_added and name in named else None for name, is_added in ends))
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))

@@ -168,11 +168,29 @@ _FALCON = {
     "ffn_up": _H + "mlp.up_proj",
     "ffn_down": _H + "mlp.down_proj",
 }
+_BERT = "bert.encoder.layer.*."
+_ENCODER = {
+    "token_embd": "bert.embeddings.word_embeddings",
+    "token_embd_norm": "bert.embeddings.LayerNorm",
+    "token_types": "bert.embeddings.token_type_embeddings",
+    "position_embd": "bert.embeddings.position_embeddings",
+    "attn_q": _BERT + "attention.self.query",
+    "attn_k": _BERT + "attention.self.key",
+    "attn_v": _BERT + "attention.self.value",
+    "attn_qkv": "bert.layers.*.attention.qkv_proj",
+    "attn_output": _BERT + "attention.output.dense",
+    "attn_output_norm": _BERT + "attention.output.LayerNorm",
+    "ffn_up": _BERT + "intermediate.dense",
+    "ffn_down": _BERT + "output.dense",
+    "layer_output_norm": _BERT + "output.LayerNorm",
+}
+_GATED_ENCODER = {**_ENCODER, "ffn_gate": "bert.layers.*.mlp.gate_proj", "ffn_up": "bert.layers.*.mlp.up_proj"}
 _GEMMA2 = {**_DECODER, **_AFTER, "ffn_norm": _LAYERS + "pre_feedforward_layernorm"}
 NAMES: dict[str, dict[str, str]] = {
     "llama": _MIXTRAL,
     "apertus": _DECODER,
     "arcee": _DECODER,
+    "bert": _ENCODER,
     "cohere2": _DECODER,
     "command-r": _DECODER,
     "ernie4_5": _DECODER,
@@ -191,6 +209,7 @@ NAMES: dict[str, dict[str, str]] = {
         "exp_probs_b": _LAYERS + "mlp.correction",
     },
     "granite": _DECODER,
+    "jina-bert-v2": _GATED_ENCODER,
     "llama4": {
         **{stem: target.replace("mlp.", "feed_forward.") for stem, target in (_EXPERTS | _SHARED_EXPERT).items()},
         "ffn_gate_inp": _LAYERS + "feed_forward.router",
@@ -198,6 +217,7 @@ NAMES: dict[str, dict[str, str]] = {
     "minimax-m2": {**_MIXTRAL, "exp_probs_b": _LAYERS + "mlp.correction"},
     "mistral3": _DECODER,
     "nemotron": _DECODER,
+    "nomic-bert": _GATED_ENCODER,
     "qwen2": _DECODER,
     "qwen3": _DECODER,
     "olmoe": _EXPERTS,
@@ -280,6 +300,8 @@ class GGUFCheckpoint(Checkpoint):
         names = dict(NAMES[architecture])
         if "blk.0.attn_norm_2.weight" in tensors:  # Falcon 40B: a norm for each branch
             names["attn_norm"] = _H + "ln_mlp"
+        if names.get("ffn_gate") == _GATED_ENCODER["ffn_gate"] and "blk.0.ffn_gate.weight" not in tensors:
+            names["ffn_up"] = _BERT + "mlp.gated_layers"  # Jina's BERT in newer files: the gate, then the other half
         self._architecture = architecture
         self.entries = {}
         for stored, tensor in tensors.items():

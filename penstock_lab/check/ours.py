@@ -23,7 +23,9 @@ from penstock.layers.lora import LoraSlots
 from penstock.layers.module import ForwardContext, named_modules, replaced
 from penstock.layers.weights import LayerNorm, RMSNorm, adapted_products
 from penstock.models.config_json import load_model_config
+from penstock.models.registry import find_architecture
 from penstock.spec.model_config import ModelConfig
+from penstock.spec.pooler import usual_pooler
 from penstock.weights.loader import Place, load_model, open_reader, open_stored
 from penstock_lab.check.twin import Call, Trace, float_tensors, watching
 
@@ -75,16 +77,28 @@ class OurModel:
 
     @torch.inference_mode()
     def run(self, ids: list[int], follow: Trace | None = None) -> tuple[Trace, Tensor]:
-        """Run one pass over a prompt. Return its trace and the logits after each token, [T, V] float32.
+        """Run one pass over a prompt. Return its trace and what Twin.run returns, float32.
 
         follow: another trace, as in Trace.
         """
         ctx = self._context(len(ids))
         with _watching(self.model, follow) as trace:
             hidden = self.model(torch.tensor(ids, device=self.ops.device), ctx)
-            logits = self.model.compute_logits(hidden)
+            logits = self._answer(hidden)
         self._add_head_norms(trace, ctx.positions)
         return trace, logits.clone()
+
+    def _answer(self, hidden: Tensor) -> Tensor:
+        """Make of hidden states [T, hidden] what a model of this kind is for."""
+        config = self.config
+        if not config.labels:
+            has_head = find_architecture(config.architecture).has_lm_head
+            answer: Tensor = self.model.compute_logits(hidden) if has_head else hidden.float()
+            return answer
+        kind = usual_pooler(config).pooling_type
+        rows = {"CLS": hidden[:1], "LAST": hidden[-1:], "MEAN": hidden.mean(dim=0, keepdim=True)}.get(kind, hidden)
+        logits: Tensor = self.model.compute_logits(rows)[:, : len(config.labels)]
+        return logits if kind == "ALL" else logits[0]
 
     def _context(self, tokens: int) -> ForwardContext:
         """Make the context for one prompt that begins at position 0, in blocks 0, 1, 2, ..."""
@@ -105,11 +119,13 @@ class OurModel:
                 block_size=block_size,
                 sliding_window=window,
                 chunked=config.chunked_windows,
+                bidirectional=config.bidirectional,
             )
             caches.append(cache)
             attention.append(ops.plan(meta, heads, cache))
         positions = torch.arange(tokens, device=ops.device)
-        return ForwardContext(positions, tuple(caches), tuple(attention), tuple(range(len(caches))))
+        types = torch.zeros_like(positions) if config.num_token_types else None
+        return ForwardContext(positions, tuple(caches), tuple(attention), tuple(range(len(caches))), types)
 
     def _add_head_norms(self, trace: Trace, positions: Tensor) -> None:
         """Add the norms of q and k to the trace, after the product of q, k and v.

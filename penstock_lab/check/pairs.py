@@ -44,6 +44,7 @@ class Pairs:
 def find_pairs(parameters: Mapping[str, Parameter], ours: object, theirs: object) -> Pairs:
     """Match the modules of our model with those of Transformers' model."""
     our_modules, their_modules = (dict(named_modules(model)) for model in (ours, theirs))
+    with_weights = {name for name, module in their_modules.items() if hasattr(module, "weight")}
     layouts: dict[str, Layout] = {}
     unmatched: dict[str, Parameter] = {}
     for name, parameter in parameters.items():
@@ -53,7 +54,7 @@ def find_pairs(parameters: Mapping[str, Parameter], ours: object, theirs: object
         if layer == name or parameter.tied_to is not None:
             continue
         unstacked = (item for item in parameter.layouts if item.index is None)
-        layout = next((item for item in unstacked if their_modules.keys() >= {*modules_of(item)}), None)
+        layout = next((item for item in unstacked if with_weights >= {*modules_of(item)}), None)
         if layout is not None and layer in our_modules:
             layouts[layer] = layout
         else:

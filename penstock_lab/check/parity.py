@@ -35,7 +35,7 @@ from penstock.weights.sources import CheckpointSource, open_checkpoint_source
 from penstock_lab.check.ours import OurModel
 from penstock_lab.check.pairs import BLOCK, both_values, find_pairs, modules_of, split_columns, split_heads
 from penstock_lab.check.report import Row
-from penstock_lab.check.twin import Call, Trace, Twin
+from penstock_lab.check.twin import Call, Headless, Trace, Twin
 
 # Bounds of the relative error (RMS). Two orders of summation in float32 differ by about 1e-7 per product, and these
 # rounding errors add up like a random walk over the blocks. A wrong weight, epsilon or angle causes far larger errors.
@@ -43,6 +43,7 @@ LAYER_TOLERANCE = 1e-5
 KERNEL_TOLERANCE = {"float32": LAYER_TOLERANCE, "bfloat16": 5e-3}  # a bfloat16 rounding is at most 2^-9
 ATTENTION, ACTIVATION, STREAM = "attention (rotary, mask, scale)", "activation", "residual stream"
 LOGPROBS, TABLE, WEIGHTS = "log-probabilities", "(all rows)", "(weights of experts, and other single ones)"
+LABELS, VECTORS = "logits of the labels", "pooled vectors (MEAN, CLS, LAST)"
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of this attribute in Transformers' modules
 
 
@@ -105,11 +106,21 @@ def compare(ours: OurModel, twin: Twin, ids: list[int]) -> Comparison:
     source = open_checkpoint_source(ours.directory, ours.config)
     places = tuple(_Walk(ours, source, twin.model, their_trace, len(ids)).places(our_trace))
     rows = tuple(rows_of(places, LAYER_TOLERANCE))
-    theirs = their_logits.log_softmax(dim=-1)
-    found = errors(our_logits.cpu().log_softmax(dim=-1), theirs)
-    allowed = logprob_tolerance(twin, ids, theirs, rows[-1])
-    last = Row(None, LOGPROBS, "logits", *found, allowed, absolute=True)
+    if isinstance(twin.model, Headless):
+        last = _last_of_headless(ours, our_logits.cpu(), their_logits, rows[-1])
+    else:
+        theirs = their_logits.log_softmax(dim=-1)
+        found = errors(our_logits.cpu().log_softmax(dim=-1), theirs)
+        last = Row(None, LOGPROBS, "logits", *found, logprob_tolerance(twin, ids, theirs, rows[-1]), absolute=True)
     return Comparison(ours, source, twin, their_trace, places, (*rows, last))
+
+
+def _last_of_headless(ours: OurModel, found: Tensor, expected: Tensor, before: Row) -> Row:
+    """Compare a classifier's logits or, of another model, the vectors that pooling makes of the states [T, hidden]."""
+    if ours.config.labels:
+        return Row(None, LABELS, "logits", *errors(found, expected), before.allowed)
+    pooled = (torch.stack([states.mean(dim=0), states[0], states[-1]]) for states in (found, expected))
+    return Row(None, VECTORS, "last_hidden_state", *errors(*pooled), before.allowed)
 
 
 def logprob_tolerance(twin: Twin, ids: list[int], logprobs: Tensor, norm: Row) -> float:
@@ -287,8 +298,11 @@ class _Walk:
                 yield Place(layer, "", next(iter(parameter.layouts[0].sources)), ours, theirs)
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """Reshape values with one entry per token to [T, n]. Theirs have a batch axis, and some an axis of heads."""
+        """Reshape values with one entry per token to [T, n]. Theirs have a batch axis, and some an axis of heads. A
+        classifier's head may read one state only: [1, n]."""
         tensor = tensor.cpu()
+        if tensor.ndim == 2 and len(tensor) == 1:
+            return tensor
         if tensor.ndim == 4 and tensor.shape[1] != self.tokens:
             tensor = tensor.transpose(1, 2)
         return tensor.reshape(self.tokens, -1)

@@ -6,19 +6,22 @@ weights and caches give different answers, within a bound.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from penstock import EngineConfig, RequestFailedError, SamplingParams
+from penstock import EngineConfig, PoolingParams, RequestFailedError, SamplingParams
 from penstock.assembly import build_engine
 from penstock.config import BLOCK_SIZE_UNIT, BLOCK_SIZE_UNITS, MAX_CONTEXT, TRITON
 from penstock.engine.engine import Engine
 from penstock.interface.messages import EngineOutput, EngineRequest
+from penstock.spec.model_config import ModelConfig
+from penstock.spec.pooler import usual_pooler
 from penstock_lab.check.report import Proof
 
 NUM_TOKENS = 8  # generated after each prompt
@@ -135,6 +138,37 @@ def prove(setting: Setting) -> Iterator[Proof]:
             continue
         with setting.engine(**{option: "int8"}) as engine:
             yield Proof(name, _median_error(ask(engine, setting, indices), alone), bound, SPREAD, WRONG)
+
+
+def prove_vectors(setting: Setting, model: ModelConfig) -> Iterator[Proof]:
+    """Test what holds for a model without a language-model head: the states of a text, or the scores of its tokens."""
+    allowed = 0.0 if setting.kernels != "reference" else REFERENCE_TOLERANCE[setting.dtype]
+    meaning = "bit for bit" if not allowed else "largest difference"
+    with setting.engine() as engine:
+        alone = [_vectors(engine, model, [prompt])[0] for prompt in setting.prompts]
+        found = {"batch = solo": _vectors(engine, model, setting.prompts)}
+    for name, options in setting.layouts().items():
+        if not model.bidirectional or "max_num_batched_tokens" not in options:  # an encoder's texts are never cut
+            with setting.engine(**options) as engine:
+                found[name] = _vectors(engine, model, setting.prompts)
+    for name, vectors in found.items():
+        errors = (abs(own - other).max().item() for own, other in zip(vectors, alone, strict=True))
+        yield Proof(name, max(error if math.isfinite(error) else math.inf for error in errors), allowed, meaning)
+
+
+def _vectors(engine: Engine, model: ModelConfig, prompts: Sequence[list[int]]) -> list[np.ndarray]:
+    """Pool prompts together: all states of each, or its scores of labels."""
+    task = "token_classify" if model.labels else "token_embed"
+    for index, prompt in enumerate(prompts):
+        params = usual_pooler(model).settle(PoolingParams(task=task), len(prompt))
+        engine.add_request(EngineRequest(str(index), prompt, SamplingParams.for_pooling(params)))
+    found: dict[str, np.ndarray] = {}
+    while engine.has_work:
+        for output in engine.step():
+            if output.pooled is None:
+                raise RequestFailedError(f"the engine failed on a prompt of the check: {output.error}")
+            found[output.request_id] = np.frombuffer(output.pooled, dtype="<f4")
+    return [found[str(index)] for index in range(len(prompts))]
 
 
 def ask(

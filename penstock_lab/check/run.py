@@ -22,14 +22,14 @@ from penstock.kernels.ops import NUMERICS_VERSION
 from penstock.kernels.triton import device as gpu
 from penstock.models.certificate import RANDOM_TINY, Certificate, certificate_file, find_basis
 from penstock.models.config_json import load_model_config
-from penstock.models.registry import find_model
+from penstock.models.registry import find_architecture, find_model
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.loader import check_memory, open_stored
 from penstock.weights.sources import read_parameters
 from penstock_lab.check.ours import OurModel
-from penstock_lab.check.parity import LOGPROBS, compare, compare_kernels, find_cause
-from penstock_lab.check.proofs import NUM_TOKENS, Setting, make_prompts, prove
+from penstock_lab.check.parity import compare, compare_kernels, find_cause
+from penstock_lab.check.proofs import NUM_TOKENS, Setting, make_prompts, prove, prove_vectors
 from penstock_lab.check.report import Report
 from penstock_lab.check.target import find_target
 from penstock_lab.check.twin import ATTENTIONS, Twin, peft, transformers
@@ -113,7 +113,8 @@ def check_model(options: Options, announce: Announce = lambda line: None) -> Rep
             return report
         if report.passed:
             announce(f"the engine's guarantees, in {report.dtype}")
-            report = replace(report, proofs=tuple(prove(setting)))
+            has_head = find_architecture(config.architecture).has_lm_head
+            report = replace(report, proofs=tuple(prove(setting) if has_head else prove_vectors(setting, config)))
         return report if target.config_file is None else _certify(report, target.config_file)
 
 
@@ -195,7 +196,7 @@ def _certify(report: Report, config_file: Path) -> Report:
         return report
     largest = {
         "layers, relative": max(row.relative_error for row in report.rows if not row.absolute),
-        LOGPROBS: next(row.max_error for row in report.rows if row.name == LOGPROBS),
+        report.rows[-1].name: report.rows[-1].max_error,
     }
     certificate = Certificate(
         **asdict(basis),

@@ -1,5 +1,6 @@
 """The model that is checked: a checkpoint, or a tiny random model that keeps every feature of a config."""
 
+import json
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from torch import nn
 from penstock import ModelLoadError
 from penstock.models.certificate import RANDOM_TINY
 from penstock.models.config_json import load_model_config, parse_model_config
-from penstock.models.registry import ARCHITECTURES, may_fall_back, unsupported
+from penstock.models.registry import is_registered, may_fall_back, unsupported
 from penstock.spec.model_config import ModelConfig
 from penstock.weights.hub import resolve_model
 from penstock.weights.safetensors import BIN, INDEX, PACKED, SINGLE, find_files, fingerprint
@@ -70,9 +71,9 @@ def find_target(model: str, scratch: Path, *, tiny: bool) -> Target:
         ModelLoadError: there is no such model, or Transformers does not know it.
     """
     named = Path(os.path.expanduser(model))
-    is_class = model in ARCHITECTURES or re.fullmatch(r"\w+(For[A-Z]\w+|LMHeadModel)", model) is not None
+    is_class = is_registered(model) or re.fullmatch(r"\w+(For[A-Z]\w+|LMHeadModel)", model) is not None
     if is_class and not named.exists():
-        if model not in ARCHITECTURES and not may_fall_back(model):
+        if not is_registered(model) and not may_fall_back(model):
             raise unsupported(model)
         config = find_class(model).config_class(architectures=[model])
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # some defaults are not in the default vocabulary
@@ -130,7 +131,7 @@ def shrink(values: dict[str, Any], config: Any) -> dict[str, Any]:
         values: the config as a dictionary.
         config: the config as an object, which has its own spelling of common names.
     """
-    numbers = parse_model_config(values)
+    numbers = parse_model_config(json.loads(json.dumps(values)))  # whose keys are texts, as in a file
     spelling = getattr(config, "attribute_map", {})
     result: dict[str, Any] = _shrink_original_context(values)
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock import ModelLoadError, NotSupportedError
+from penstock import ModelLoadError
 from penstock.errors import missing
 from penstock.layers.module import named_modules, replaced
 from penstock.models.config_json import load_model_config
 from penstock.models.registry import find_architecture
+from penstock.weights.sources import read_parameters
 
 Tensors = tuple[Tensor, ...]
 # Plain torch comes first. If the two differ, the one that agrees with our model counts, and the report names it.
@@ -87,6 +88,25 @@ def float_tensors(value: Any) -> Tensors:
     return ()
 
 
+class Headless(nn.Module):
+    """A model without a language-model head: its base, under the name that the parameter table gives it, and a
+    classifier's head, if it is one."""
+
+    def __init__(self, model: Any, name: str, *, classifies: bool) -> None:
+        super().__init__()
+        base = getattr(model, model.base_model_prefix, model)
+        heads = model.named_children() if classifies else ()
+        for part, module in ((name, base), *((part, head) for part, head in heads if head is not base)):
+            self.add_module(part, module)
+        self._whole = (model if classifies else base,)  # not a module of its own
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map ids [1, T] to hidden states [1, T, hidden], or to a classifier's logits of the text or of each token."""
+        found = self._whole[0](ids)
+        states: Tensor = found.last_hidden_state if hasattr(found, "last_hidden_state") else found.logits
+        return states
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Twin:
     """A Transformers model in float32, and which of ATTENTIONS computes it."""
@@ -100,13 +120,9 @@ class Twin:
 
         Raises:
             ModelLoadError: Transformers is missing, has no such class, or cannot read the checkpoint.
-            NotSupportedError: the model has no language-model head.
         """
-        architecture = load_model_config(directory).architecture
-        if not find_architecture(architecture).has_lm_head:
-            message = f"check: {architecture} has no language-model head, and the check compares logits"
-            raise NotSupportedError(message, param="model")
-        model_class = find_class(architecture)
+        config = load_model_config(directory)
+        model_class = find_class(config.architecture)
         options = {"local_files_only": True, "use_safetensors": True}
         with load_errors(f"{directory}: Transformers cannot load it"):
             model = model_class.from_pretrained(
@@ -116,14 +132,20 @@ class Twin:
             with load_errors(f"{adapter}: PEFT cannot load it"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what Transformers has renamed, and PEFT still reads
                 model = peft().PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        if not find_architecture(config.architecture).has_lm_head:
+            model = Headless(model, next(iter(read_parameters(config))).split(".")[0], classifies=bool(config.labels))
         return cls(model.eval(), attention)
 
     @torch.inference_mode()
     def run(self, ids: list[int]) -> tuple[Trace, Tensor]:
-        """Run one pass over a prompt. Return its trace and the logits after each token, [T, V] float32."""
+        """Run one pass over a prompt. Return its trace and the logits after each token, [T, V] float32; without a
+        language-model head, the hidden states, or a classifier's logits."""
         # Some models round constants (alibi's slopes) to bfloat16 even in float32.
         with replaced(Tensor, "bfloat16", Tensor.float), watching(self.model) as trace:
-            logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
+            if isinstance(self.model, Headless):
+                logits = self.model(torch.tensor([ids]))[0]
+            else:
+                logits = self.model(torch.tensor([ids]), use_cache=False).logits[0]
         return trace, logits.float()
 
     @torch.inference_mode()

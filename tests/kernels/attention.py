@@ -56,7 +56,7 @@ class Rules:
 
     def structure(self) -> PenstockAttention:
         slopes, logits = (0 if t is None else t.data_ptr() for t in (self.slopes, self.sink_logits))
-        return PenstockAttention(self.scale, self.softcap, slopes, logits, int(self.bias_before_scale), 0)
+        return PenstockAttention(self.scale, self.softcap, slopes, logits, None, int(self.bias_before_scale), 0)
 
 
 class Sequences:

@@ -16,7 +16,7 @@ from penstock.kernels.cpu.library import MAX_LEAVES, PenstockWeight, load_librar
 PANEL, K_UNIT = 32, 64
 KINDS = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3, "int4_a16": 4}
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "clamped_silu": 4, "relu2": 5}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "clamped_silu": 4, "relu2": 5, "relu": 6, "tanh": 7}
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

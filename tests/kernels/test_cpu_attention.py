@@ -159,6 +159,34 @@ def test_chunks(ops: CpuOps, chunk: int, dtype: torch.dtype) -> None:
         assert torch.equal(part, found[start:stop])
 
 
+@pytest.mark.parametrize("window", [None, 1, 70, 2049])
+def test_biases_of_distances(window: int | None) -> None:
+    """Guards against a distance counted from the key, one beyond the last bias, another head's biases, a position taken
+    for another in a later block of rows, and a window that does not end on both sides, in the native kernels of every
+    level and in the specification."""
+    length, reach = 2100, 40
+    q, k, v = operands(length)
+    bias = torch.randn(q.shape[1], 2 * reach + 1, generator=torch.Generator().manual_seed(3))
+    params = replace(PARAMS, distance_bias=bias)
+    at = torch.arange(length)
+    distance = at - at[:, None]
+    mask = bias.double()[:, distance.clamp(-reach, reach) + reach]
+    mask = mask if window is None else mask.masked_fill(distance.abs() >= window, -torch.inf)
+    heads = [part.double().transpose(0, 1) for part in (q, k, v)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    exact = attend(*heads, attn_mask=mask, enable_gqa=True, scale=PARAMS.scale).transpose(0, 1).flatten(1)
+    whole = whole_prompt(length, bidirectional=True, sliding_window=window)
+    reference = ReferenceOps(torch.float32)
+    cache = reference.new_kv_cache(CacheSpec(132, 16, 2, 32, torch.float32))
+    found = reference.attend(q.float(), k.float(), v.float(), cache, whole, params)
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=0)
+    for level in levels():
+        ops = CpuOps(torch.float32, threads=2, level=library.LEVELS[level])
+        cache = ops.new_kv_cache(CacheSpec(132, 16, 2, 32, torch.float32))
+        found = ops.attend(q.float(), k.float(), v.float(), cache, whole, params)
+        torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=0)
+
+
 def test_both_directions() -> None:
     """Guards against a row that sees only what comes before it, in the native kernels or in the specification; against
     one in the first span that misses the second; and against bits that another sequence of the step changes."""

@@ -101,7 +101,7 @@ def test_the_reference() -> None:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_silu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_silu", "relu2", "relu", "tanh"])
 def test_an_activation_of_its_own(dtype: np.dtype, activation: str) -> None:
     """Guards against rows without an adapter whose bits are not those of an engine without LoRA."""
     draw = np.random.default_rng(7)

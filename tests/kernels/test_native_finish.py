@@ -11,7 +11,7 @@ from torch import Tensor
 from .packed import ACTIVATIONS, TYPES, Native, Packed, levels, pack
 
 DTYPES = [torch.float32, torch.bfloat16]
-GATES = ["silu", "gelu", "gelu_tanh", "clamped_silu", "relu2"]
+GATES = ["silu", "gelu", "gelu_tanh", "clamped_silu", "relu2", "relu", "tanh"]
 INFINITY = float("inf")
 
 
@@ -26,6 +26,8 @@ EXACT: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda t: t * torch.sigmoid((8 / torch.pi) ** 0.5 * (t + 0.044715 * t**3)),
     "clamped_silu": lambda t: t.clamp(max=7) * torch.sigmoid(1.702 * t.clamp(max=7)),
     "relu2": lambda t: torch.relu(t).square(),
+    "relu": torch.relu,
+    "tanh": torch.tanh,
 }
 
 
@@ -145,9 +147,10 @@ def test_activations_at_their_limits(native: Native, activation: str) -> None:
     weight = column(np.zeros(2 * n), bias=np.concatenate([gate, np.full(n, one(activation))]), gated=True)
     result = native.linear(weight, torch.ones(1, 1), activation=activation)[0]
     open_gate = [1000, torch.tensor(3e38).item(), INFINITY]
-    if activation in ("clamped_silu", "relu2"):
+    if activation in ("clamped_silu", "relu2", "tanh"):
         open_gate = EXACT[activation](torch.tensor(open_gate)).tolist()
-    torch.testing.assert_close(result[:8], torch.tensor([0.0] * 5 + open_gate), rtol=1e-6, atol=0)
+    shut = [-1.0] * 3 if activation == "tanh" else [0.0] * 3
+    torch.testing.assert_close(result[:8], torch.tensor([*shut, 0.0, 0.0, *open_gate]), rtol=1e-6, atol=0)
     assert bool(result[8].isnan())
 
 

@@ -146,7 +146,7 @@ def test_add_rms_norm_rounds_once() -> None:
     rounded_once(normed, total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_silu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped_silu", "relu2", "relu", "tanh"])
 def test_activated_linear_rounds_once(activation: str) -> None:
     """Guards against a product that is rounded before its activation, and one activation taken for another."""
     ops = ReferenceOps(torch.bfloat16)
@@ -159,6 +159,8 @@ def test_activated_linear_rounds_once(activation: str) -> None:
         "gelu_tanh": product * torch.sigmoid(math.sqrt(8 / math.pi) * (product + 0.044715 * product**3)),
         "clamped_silu": product.clamp(max=7) * torch.sigmoid(1.702 * product.clamp(max=7)),
         "relu2": product.clamp(min=0).square(),
+        "relu": product.clamp(min=0),
+        "tanh": product.tanh(),
     }
     rounded_once(ops.activated_linear(x, ops.pack_linear(weight, bias), activation), exact[activation])
 

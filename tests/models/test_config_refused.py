@@ -74,7 +74,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 7}, "head_dim"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
-    ({"hidden_act": "relu"}, "hidden_act"),
+    ({"hidden_act": "mish"}, "hidden_act"),
     ({"dtype": "float8"}, "dtype"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
     ({"attention_bias": "yes"}, "attention_bias"),

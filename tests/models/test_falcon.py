@@ -246,7 +246,7 @@ def test_generations() -> None:
         ({"num_kv_heads": 3, "new_decoder_architecture": True}, "num_kv_heads"),
         ({"head_dim": 16}, "head_dim"),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
-        ({"activation": "relu"}, "activation"),
+        ({"activation": "mish"}, "activation"),
         ({"n_embed": 32}, "hidden_size"),
         ({"hidden_size": 36}, "head_dim"),
         ({"intermediate_size": "wide"}, "intermediate_size"),

@@ -137,7 +137,7 @@ def test_the_published_file_is_read() -> None:
         ({"n_positions": None}, "n_positions"),
         ({"num_key_value_heads": 2}, "num_key_value_heads"),
         ({"head_dim": 16}, "head_dim"),
-        ({"activation_function": "relu"}, "activation_function"),
+        ({"activation_function": "mish"}, "activation_function"),
         ({"add_cross_attention": True}, "add_cross_attention"),
         ({"reorder_and_upcast_attn": 1}, "reorder_and_upcast_attn"),
     ],

@@ -16,7 +16,9 @@ from tools.fuzz_native.target import OK, OUT_OF_RANGE, TYPES, Fuzz, same_bits
 
 NOT_QUANTISABLE = ABI.constants["STATUS_NOT_QUANTISABLE"]
 ACTIVATIONS = {ABI.constants["ACT_NONE"]: lambda x: x, ABI.constants["ACT_SILU"]: lambda x: x / (1 + np.exp(-x))}
-OTHER_ACTIVATIONS = [ABI.constants[f"ACT_{name}"] for name in ("GELU", "GELU_TANH", "CLAMPED_SILU", "RELU2")]
+OTHER_ACTIVATIONS = [
+    ABI.constants[f"ACT_{name}"] for name in ("GELU", "GELU_TANH", "CLAMPED_SILU", "RELU2", "RELU", "TANH")
+]
 CODINGS = (
     Coding("Q4_1", 4, mins=True),
     Coding("Q8_0", 8, zero=128),

@@ -175,7 +175,7 @@ class Sequences:
         window: number of tokens that a row sees, itself included; None where the window hides nothing.
         sinks: number of first tokens that stay visible before the window; 0 without a window.
         chunked: as in first_seen.
-        bidirectional: a row sees all of its sequence.
+        bidirectional: a row also sees what is after it, within the window.
     """
 
     tokens: int
@@ -262,7 +262,10 @@ def row_blocks(step: Sequences, block_rows: int) -> RowBlocks:
     begin = index * size[sequence]
     end = np.minimum(begin + size[sequence], rows[sequence])
     first, computed = first[sequence], step.computed[sequence]
-    stop = step.lengths[sequence] if step.bidirectional else computed + (end - 1) // step.group + 1
+    stop = computed + (end - 1) // step.group + 1
+    if step.bidirectional:
+        length = step.lengths[sequence]
+        stop = length if step.window is None else np.minimum(stop + step.window - 1, length)
     return _with_tiles(step, sequence, first + begin, first + end, computed + begin // step.group, stop)
 
 
@@ -281,7 +284,7 @@ def _block_sizes(rows: Int64, block_rows: int) -> Int64:
 
 
 def _with_tiles(step: Sequences, sequence: Int64, begin: Int64, end: Int64, first: Int64, stop: Int64) -> RowBlocks:
-    """Make blocks whose rows are at positions first .. stop - 1."""
+    """Make blocks of rows from position `first` on, which see positions up to stop - 1."""
     tile_end = -(-stop // TILE)
     if step.window is None:
         return RowBlocks(sequence, begin, end, np.zeros_like(tile_end), tile_end)

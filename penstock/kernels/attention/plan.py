@@ -193,13 +193,15 @@ class Planner:
         starts = query_start_loc.tobytes()
         if self._new is None or starts != self._new.starts:
             most = ROW_CAPACITY // self.shape.group
-            self._new = _NewTokens.of(query_start_loc, starts, most, bidirectional=self.bidirectional)
+            self._new = _NewTokens.of(query_start_loc, starts, most)
         if self._new is None or look_alike(block_table):
             return None
         return min(block_table.shape[1], 2), starts, self._tiles(self._new, seq_lens)
 
     def _tiles(self, new: "_NewTokens", seq_lens: Int32) -> bytes:
         """Encode the tiles that the sequences see."""
+        if self.bidirectional:  # an encoder's texts are new in each step
+            return seq_lens.tobytes()
         tiles = ((seq_lens - 1) // TILE).tobytes()
         if self.sliding_window is not None:
             # The number of positions that the first new token does not see.
@@ -242,7 +244,7 @@ class _NewTokens:
     Attributes:
         starts: query_start_loc as bytes.
         counts: [B] new tokens of each sequence; ONE if every sequence has one.
-        sequences, offsets: [T] each token's sequence, and the index among its new tokens of the last one that it sees.
+        sequences, offsets: [T] each token's sequence, and its index among the new tokens of this.
     """
 
     starts: bytes
@@ -251,15 +253,12 @@ class _NewTokens:
     offsets: Int32
 
     @classmethod
-    def of(
-        cls, query_start_loc: Int32, starts: bytes, limit: int, *, bidirectional: bool = False
-    ) -> "_NewTokens | None":
+    def of(cls, query_start_loc: Int32, starts: bytes, limit: int) -> "_NewTokens | None":
         """Describe a step's tokens. None if it has no sequence, or one without or with more than `limit` tokens."""
         counts = query_start_loc[1:] - query_start_loc[:-1]
         if not len(counts) or counts.min() < 1 or counts.max() > max(limit, 1):
             return None
         sequences, offsets = ragged(counts)
-        offsets = counts[sequences] - 1 if bidirectional else offsets
         return cls(starts, ONE if counts.max() == 1 else counts, sequences, offsets.astype(np.int32))
 
     def positions(self, seq_lens: Int32) -> Int32:
@@ -290,8 +289,6 @@ def _positions(step: Sequences) -> Int32:
     """Compute AttentionPlan.positions."""
     if step.is_decode:
         return step.computed.astype(np.int32)
-    if step.bidirectional:
-        return np.repeat(step.lengths - 1, step.counts).astype(np.int32)
     return (np.repeat(step.computed - step.begins, step.counts) + np.arange(step.tokens)).astype(np.int32)
 
 

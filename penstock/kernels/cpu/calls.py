@@ -243,7 +243,7 @@ def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> PenstockA
     step.max_blocks = meta.block_table.shape[1]
     step.slot_mapping = address_of(meta.slot_mapping)
     step.sliding_window = meta.sliding_window or 0
-    step.num_sink_tokens, step.chunked = meta.num_sink_tokens, meta.chunked
+    step.num_sink_tokens, step.chunked, step.bidirectional = meta.num_sink_tokens, meta.chunked, meta.bidirectional
     step.positions = plan.positions.ctypes.data
     step.items, step.combines = len(plan.items), len(plan.combines)
     step.item = plan.items.ctypes.data
@@ -255,6 +255,9 @@ def fill_step(step: PenstockAttentionStep, meta: AttentionMetadata) -> PenstockA
     return step
 
 
+BIAS_COPIES = 15  # of the first and of the last bias of a head (attention/attention.h)
+
+
 class NativeParams:
     """AttentionParams as a structure for native functions. It keeps the tensors that it points to alive."""
 
@@ -262,7 +265,8 @@ class NativeParams:
         """Check and copy the parameters.
 
         Raises:
-            ValueError: slopes or sink logits are not [H] float32; softcap is not above 0.
+            ValueError: slopes or sink logits are not [H] float32; distances have not [H, 2R + 1] biases; softcap is
+                not above 0.
         """
         if params.softcap is not None and not params.softcap > 0:
             raise ValueError(f"softcap: {params.softcap} is not above 0")
@@ -274,6 +278,12 @@ class NativeParams:
             self.struct.slopes = address(params.alibi_slopes, (num_heads,), FLOAT32, "alibi_slopes")
         if params.sink_logits is not None:
             self.struct.sink_logits = address(params.sink_logits, (num_heads,), FLOAT32, "sink_logits")
+        if params.distance_bias is not None:
+            bias = as_array(params.distance_bias)
+            if bias.dtype != FLOAT32 or bias.ndim != 2 or len(bias) != num_heads or bias.shape[1] % 2 == 0:
+                raise ValueError(f"distance_bias: {bias.dtype} {bias.shape} is not [{num_heads}, 2R + 1] float32")
+            self._bias = np.pad(bias, [(0, 0), (BIAS_COPIES, BIAS_COPIES)], mode="edge")
+            self.struct.distance_bias, self.struct.bias_reach = address_of(self._bias), bias.shape[1] // 2
         self.address = ctypes.addressof(self.struct)
 
 
@@ -283,7 +293,8 @@ Value = TypeVar("Value")
 
 TYPES = {FLOAT32: ABI.constants["TYPE_F32"], BFLOAT16: ABI.constants["TYPE_BF16"]}
 ACTIVATIONS = {
-    name: ABI.constants[f"ACT_{name.upper()}"] for name in ("silu", "gelu", "gelu_tanh", "clamped_silu", "relu2")
+    name: ABI.constants[f"ACT_{name.upper()}"]
+    for name in ("silu", "gelu", "gelu_tanh", "clamped_silu", "relu2", "relu", "tanh")
 }
 
 

@@ -288,7 +288,6 @@ def attend(
         values = torch.cat([v_old.to(dtype), v_seen[new]], dim=1)
         at = first_new[:, None] + torch.arange(n, device=q.device)
         key_at = torch.cat([old, at], dim=1)
-        at = at[:, -1:].expand(-1, n) if meta.bidirectional else at
         out[new], lse[new] = _attend_group(q[new], sink_q[new], keys, values, at, key_at, meta, params)
     cache.store(k_new, v_new, meta.slot_mapping)
     return out, lse
@@ -340,7 +339,7 @@ def _attend_group(
 ) -> tuple[Tensor, Tensor]:
     """Attend for B sequences with n new tokens each -> rows [B, n, H, D], lse [B, n, H].
 
-    q and sink_q [B, n, H, D] see up to the positions [B, n]; keys and values [B, S, Hkv, D] at positions [B, S],
+    q and sink_q [B, n, H, D] are at the positions [B, n]; keys and values [B, S, Hkv, D] at positions [B, S],
     negative where no key is. The last n keys are those of the new tokens.
     """
     n, num_keys = q.shape[1], keys.shape[1]
@@ -352,7 +351,7 @@ def _attend_group(
         seen = slice(low, num_keys if meta.bidirectional else num_keys - n + rows.stop)
         row_at, column_at = at[:, None, rows, None], key_at[:, None, None, seen]  # broadcast to [B, 1, n', S']
         window = meta.sliding_window, meta.num_sink_tokens
-        visible = visible_keys(row_at, column_at, *window, chunked=meta.chunked)
+        visible = visible_keys(row_at, column_at, *window, chunked=meta.chunked, bidirectional=meta.bidirectional)
         scoring = _scoring(params, row_at, column_at, q.dtype)
         seen_keys = keys[:, seen], values[:, seen]
         if meta.num_sink_tokens:
@@ -366,19 +365,33 @@ def _attend_group(
 
 
 def visible_keys(
-    at: Tensor, key_at: Tensor, window: int | None, num_sink_tokens: int = 0, *, chunked: bool = False
+    at: Tensor,
+    key_at: Tensor,
+    window: int | None,
+    num_sink_tokens: int = 0,
+    *,
+    chunked: bool = False,
+    bidirectional: bool = False,
 ) -> Tensor:
     """Mark the keys that a query sees, given positions that broadcast against each other: those up to its own, within
-    the window (chunked: as in AttentionMetadata) or among the sinks. A key at a negative position does not exist."""
-    visible = (key_at >= 0) & (key_at <= at)
+    the window or among the sinks (chunked, bidirectional: as in AttentionMetadata). A key at a negative position does
+    not exist."""
+    visible = key_at >= 0
+    if not bidirectional:
+        visible = visible & (key_at <= at)
+    elif window is not None:
+        visible = visible & (key_at < at + window)
     if window is None:
         return visible
     return visible & ((key_at >= first_seen(at, window, chunked=chunked)) | (key_at < num_sink_tokens))
 
 
 def _scoring(params: AttentionParams, at: Tensor, key_at: Tensor, dtype: torch.dtype) -> Scoring:
-    """Write out the ALiBi bias of a scoring, from positions [B, 1, n, 1] and [B, 1, 1, S]."""
-    bias = None
+    """Write out the bias of a scoring, from positions [B, 1, n, 1] and [B, 1, 1, S]."""
+    distance, bias = key_at - at, None
     if params.alibi_slopes is not None:
-        bias = params.alibi_slopes.to(dtype)[:, None, None] * (key_at - at).to(dtype)  # [B, H, n, S]
+        bias = params.alibi_slopes.to(dtype)[:, None, None] * distance.to(dtype)  # [B, H, n, S]
+    elif params.distance_bias is not None:
+        reach = params.distance_bias.shape[1] // 2
+        bias = params.distance_bias.to(dtype).T[distance[:, 0].clamp(-reach, reach) + reach].movedim(-1, 1)
     return Scoring(params.scale, params.softcap, bias, params.bias_before_scale)

@@ -49,6 +49,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "clamped_silu": lambda x: x.clamp(max=CLAMP) * torch.sigmoid(1.702 * x.clamp(max=CLAMP)),
     "relu2": lambda x: functional.relu(x).square(),
+    "relu": functional.relu,
+    "tanh": torch.tanh,
 }
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)  # float64 makes an oracle
 

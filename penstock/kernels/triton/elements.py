@@ -56,6 +56,10 @@ def activate(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu2":
         x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         x = x * x
+    elif ACTIVATION == "relu":
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "tanh":
+        x = tanh(x)
     elif ACTIVATION == "clamped_silu":
         x = tl.minimum(x, CLAMP, propagate_nan=tl.PropagateNan.ALL)
         x = x / (1.0 + tl.exp(-1.702 * x))

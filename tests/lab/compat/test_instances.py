@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, DistilBertConfig, DistilBertForMaskedLM, PreTrainedModel
+from transformers import AutoTokenizer, ElectraConfig, ElectraForMaskedLM, PreTrainedModel
 
 from penstock import LLM, AsyncLLM, InvalidRequestError, ModelLoadError, NotSupportedError, SamplingParams
 from penstock.tokenizer.hf import adopt_tokenizer, load_tokenizer
@@ -80,7 +80,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="model: None is not allowed"):
         LLM(model=None)
     with pytest.raises(ModelLoadError, match="an encoder"):
-        LLM(model=DistilBertForMaskedLM(DistilBertConfig(dim=8, n_layers=1, n_heads=1)))
+        LLM(model=ElectraForMaskedLM(ElectraConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)))
     model, _ = make_llama(tmp_path)
     with pytest.raises(ModelLoadError, match="on the meta device and has no values"):
         LLM(model=model.to("meta"))

@@ -53,7 +53,7 @@ enum DataType : std::int32_t { TYPE_F32 = 0, TYPE_BF16 = 1 };
 enum Activation : std::int32_t {
     ACT_NONE = 0, ACT_SILU = 1, ACT_GELU = 2, ACT_GELU_TANH = 3,
     ACT_CLAMPED_SILU = 4,  // of a gated product: it clamps the other half, and adds 1 to it, too
-    ACT_RELU2 = 5
+    ACT_RELU2 = 5, ACT_RELU = 6, ACT_TANH = 7
 };
 
 // How a router's logits become scores (RouterParams in kernels/metadata.py).
@@ -212,8 +212,9 @@ struct PenstockAttention {
     float softcap;             // 0: none
     const float* slopes;       // ALiBi, [query heads], or null
     const float* sink_logits;  // [query heads], or null
+    const float* distance_bias;  // [query heads][2 bias_reach + 31]: attention/attention.h; or null
     std::int32_t bias_before_scale;
-    std::int32_t reserved;
+    std::int32_t bias_reach;
 };
 
 // A unit of work of an attention plan (kernels/attention/plan.py).
@@ -244,6 +245,7 @@ struct PenstockAttentionStep {
     std::int32_t* positions;              // [tokens]
     std::int64_t sliding_window;          // 0: none
     std::int64_t chunked;                 // 1: the text is cut into windows; 0: the window slides
+    std::int64_t bidirectional;           // 1: a row also sees what is behind it, within the window
     std::int64_t num_sink_tokens;
     std::int64_t items, combines;
     const PenstockAttentionItem* item;

@@ -116,11 +116,14 @@ struct States {
 // the scales of an int8 cache, may be anything.
 //
 // A score, in this order: the dot product, plus the bias if `bias_before_scale`; times scale; soft cap c tanh(s / c);
-// plus the bias otherwise. The bias is slope * (key position - query position).
+// plus the bias otherwise, and the bias of the distance. The bias is slope * distance, and the distance the position of
+// the key minus that of the query. The bias of a distance d is entry d + bias_reach + 15 of the query head's row of
+// `distance_bias`, d limited to -bias_reach .. bias_reach. 15 copies of its ends let sixteen lanes be read at once.
 struct TileArgs {
     const PenstockCache* cache;
     const PenstockAttention* params;
     std::int64_t kv_head;
+    std::int64_t group, first_row;         // query heads per kv head; the first row, as in QueryArgs
     int rows;                              // of the operand and of the state
     const void* operand;                   // written by pack_queries
     const char* granules[TILE_GRANULES];   // keys, then values
@@ -132,6 +135,12 @@ struct TileArgs {
     const std::int32_t* high;              // [rows]
     States state;
     std::int32_t* thread_state;            // for the kernel's own use, per thread; 0 before the first tile of an item
+
+    // Whether a score is a dot product times a positive scale.
+    bool only_scaled() const {
+        return slopes == nullptr && params->distance_bias == nullptr && !(params->softcap > 0.0f) &&
+               params->scale > 0.0f;
+    }
 };
 
 // Write keys and values, [count] heads of [head_dim] each, `stride` elements apart, to rows start .. start + count - 1

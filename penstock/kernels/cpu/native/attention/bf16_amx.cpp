@@ -131,7 +131,7 @@ inline __m512 exp2_to_zero(__m512 x, __mmask16 visible) {
 // the exponential.
 float make_scores(const Strip& strip) {
     const TileArgs& a = strip.a;
-    if (a.slopes == nullptr && !(a.params->softcap > 0.0f) && a.params->scale > 0.0f) return a.params->scale;
+    if (a.only_scaled()) return a.params->scale;
     for (int r = 0; r < strip.rows; ++r)
         for (int i = 0; i < TILE; i += LANES) {
             float* const s = strip.s + r * TILE + i;

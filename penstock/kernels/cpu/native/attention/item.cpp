@@ -36,6 +36,7 @@ class Item {
           window_(call.step.sliding_window),
           sinks_(call.step.num_sink_tokens),
           chunked_(call.step.chunked != 0),
+          bidirectional_(call.step.bidirectional != 0),
           length_(call.step.seq_lens[item.sequence]),
           cached_(call.cached_tokens(item.sequence)),
           head_bytes_(query_bytes(call.cache.kind, dim_, call.cache.slices, rows_)),
@@ -83,7 +84,7 @@ class Item {
             latest = std::max<std::int64_t>(latest, *high);
         }
         begin_tile_ = window_ > 0 ? std::max<std::int64_t>(first_seen(earliest), 0) / TILE : 0;
-        end_tile_ = std::min<std::int64_t>(latest / TILE + 1, std::int64_t{item_.span_end} * SPAN_TILES);
+        end_tile_ = std::min<std::int64_t>(last_seen(latest) / TILE + 1, std::int64_t{item_.span_end} * SPAN_TILES);
         if (call_.params.slopes == nullptr) return;
         for (std::int64_t head = 0; head < heads_; ++head)
             for (std::int64_t row = 0; row < rows_; ++row)
@@ -126,6 +127,7 @@ class Item {
         TileArgs args{};
         args.cache = &call_.cache;
         args.params = &call_.params;
+        args.group = call_.group;
         args.base = tile * TILE;
         args.thread_state = &thread_state_;
         const std::int64_t border = std::clamp(sinks_, args.base, args.base + TILE);
@@ -181,6 +183,7 @@ class Item {
 
     void set_rows(TileArgs& args, std::int64_t head, std::int64_t first, int rows, bool masked) const {
         args.rows = rows;
+        args.first_row = item_.row_begin + first;
         args.positions = positions_ + first;
         args.slopes = call_.params.slopes != nullptr ? slopes_ + head * row_room(rows_) + first : nullptr;
         args.low = masked ? low_ + first : nullptr;
@@ -201,20 +204,26 @@ class Item {
         return chunked_ ? position - position % window_ : position - window_ + 1;
     }
 
+    // The last position that a row at a position sees. It only grows with it, too.
+    std::int64_t last_seen(std::int64_t position) const {
+        if (!bidirectional_) return position;
+        return window_ > 0 ? std::min(position + window_, length_) - 1 : length_ - 1;
+    }
+
     bool sees(const RowBlock& block, const Keys& keys) const {
-        if (keys.begin > block.latest) return false;
+        if (keys.begin > last_seen(block.latest)) return false;
         return window_ == 0 || keys.are_sinks || keys.end > first_seen(block.earliest);
     }
 
     bool sees_all(const RowBlock& block, const Keys& keys) const {
-        if (keys.end - keys.begin < TILE || keys.end > block.earliest + 1) return false;
+        if (keys.end - keys.begin < TILE || keys.end > last_seen(block.earliest) + 1) return false;
         return window_ == 0 || keys.are_sinks || keys.begin >= first_seen(block.latest);
     }
 
     // Whether a token of the tile is hidden from a row of the block. Values after the end of a sequence are finite.
     bool hides_tokens(const RowBlock& block, const Keys& keys, std::int64_t base) const {
         const std::int64_t end = std::min(base + TILE, length_);
-        if (keys.begin > base || keys.end < end || block.earliest + 1 < end) return true;
+        if (keys.begin > base || keys.end < end || last_seen(block.earliest) + 1 < end) return true;
         return window_ > 0 && !keys.are_sinks && first_seen(block.latest) > base;
     }
 
@@ -222,7 +231,7 @@ class Item {
     void set_visible(const RowBlock& block, const Keys& keys, std::int64_t base) {
         const std::int64_t window = keys.are_sinks ? 0 : window_, first = keys.begin - base, last = keys.end - base;
         for (int row = block.first; row < block.first + block.rows; ++row) {
-            const std::int64_t end = positions_[row] + std::int64_t{1} - base;
+            const std::int64_t end = last_seen(positions_[row]) + 1 - base;
             const std::int64_t low = window > 0 ? first_seen(positions_[row]) - base : first;
             low_[row] = static_cast<std::int32_t>(std::clamp(low, first, last));
             high_[row] = static_cast<std::int32_t>(std::clamp<std::int64_t>(end, 0, last));
@@ -276,7 +285,7 @@ class Item {
     const PenstockAttentionItem& item_;
     const std::int64_t heads_, rows_, dim_;
     const std::int64_t window_, sinks_;              // window_: 0 if none; sinks_: first tokens, always visible
-    const bool chunked_;                            // as in PenstockAttentionStep
+    const bool chunked_, bidirectional_;            // as in PenstockAttentionStep
     const std::int64_t length_, cached_;            // of the sequence
     const std::int64_t head_bytes_, block_bytes_;   // of operands: per head, per block of rows
     const std::int64_t blocks_;

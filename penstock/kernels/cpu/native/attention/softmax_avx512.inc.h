@@ -188,8 +188,7 @@ PENSTOCK_INLINE void softmax_rows(
 template <class P>
 PENSTOCK_INLINE void softmax(const TileArgs& a, int first, int rows, float* s, P* p, StripParts& parts) {
     float scale = a.params->scale;
-    const bool only_scaled = a.slopes == nullptr && !(a.params->softcap > 0.0f) && scale > 0.0f;
-    if (!only_scaled) {
+    if (!a.only_scaled()) {
         for (int r = 0; r < rows; ++r)
             for (float* x = s + r * TILE; x != s + (r + 1) * TILE; x += LANES)
                 store(x, score(a, first + r, static_cast<int>(x - (s + r * TILE)), load(x)));

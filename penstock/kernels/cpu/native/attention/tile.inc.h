@@ -10,6 +10,8 @@
 // softmax, fold_sums and its own products.
 #pragma once
 
+#include <algorithm>
+
 #include "attention/attention.h"
 #include "vector_math.inc.h"
 
@@ -47,6 +49,12 @@ PENSTOCK_INLINE F32x16 score(const TileArgs& a, int row, int first, F32x16 s) {
     s = s * params.scale;
     if (params.softcap > 0.0f) s = tanh(s / params.softcap) * params.softcap;
     if (a.slopes != nullptr && params.bias_before_scale == 0) s = s + bias;
+    if (params.distance_bias != nullptr) {
+        const std::int64_t reach = params.bias_reach, below = reach + LANES - 1;
+        const std::int64_t head = a.kv_head * a.group + (a.first_row + row) % a.group;
+        const std::int64_t distance = std::clamp<std::int64_t>(a.base + first - a.positions[row], -below, reach);
+        s = s + load(params.distance_bias + head * (reach + 1 + below + LANES - 1) + below + distance);
+    }
     return s;
 }
 

@@ -47,6 +47,8 @@ PENSTOCK_INLINE F32x16 clamped_silu(F32x16 x) {
 // The square of x above 0, exactly rounded.
 PENSTOCK_INLINE F32x16 relu2(F32x16 x) { return select(x < 0.0f, F32x16(0.0f), x * x); }
 
+constexpr int ACTIVATIONS = ACT_TANH + 1;
+
 template <int ACTIVATION>
 PENSTOCK_INLINE F32x16 activate(F32x16 x) {
     if constexpr (ACTIVATION == ACT_SILU) return silu(x);
@@ -54,6 +56,8 @@ PENSTOCK_INLINE F32x16 activate(F32x16 x) {
     if constexpr (ACTIVATION == ACT_GELU_TANH) return gelu_tanh(x);
     if constexpr (ACTIVATION == ACT_CLAMPED_SILU) return clamped_silu(x);
     if constexpr (ACTIVATION == ACT_RELU2) return relu2(x);
+    if constexpr (ACTIVATION == ACT_RELU) return select(x < 0.0f, F32x16(0.0f), x);
+    if constexpr (ACTIVATION == ACT_TANH) return tanh(x);
     return x;
 }
 
@@ -115,8 +119,7 @@ void epilogue_gated(const EpilogueArgs& a) {
 
 template <class Out>
 void epilogue(const EpilogueArgs& a) {
-    static_assert(ACT_NONE == 0 && ACT_RELU2 == 5);
-    with_constant<6>(a.activation + 1, [&](auto number) {
+    with_constant<ACTIVATIONS>(a.activation + 1, [&](auto number) {
         constexpr int ACTIVATION = decltype(number)::value - 1;
         (a.weight->gated ? epilogue_gated<Out, ACTIVATION> : epilogue_plain<Out, ACTIVATION>)(a);
     });

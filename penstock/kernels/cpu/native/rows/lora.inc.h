@@ -179,7 +179,7 @@ void activate_rows(const ActivateArgs& a, std::int64_t first, std::int64_t rows)
 
 template <class Out>
 void activated(const ActivateArgs& a, std::int64_t first, std::int64_t rows) {
-    with_constant<6>(a.activation + 1, [&](auto number) {
+    with_constant<ACTIVATIONS>(a.activation + 1, [&](auto number) {
         activate_rows<Out, decltype(number)::value - 1>(a, first, rows);
     });
 }
