@@ -86,10 +86,10 @@ def test_a_library_that_was_cut_short_or_replaced_is_not_loaded(
 
 @pytest.mark.skipif(not levels(), reason="no native library")
 def test_a_library_of_another_version_is_told_as_such(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """Guards against advice to install a compiler where an old build has stayed behind."""
+    """Guards against an old build that misreads what it is given, and advice to install a compiler where it is."""
     monkeypatch.setattr(library, "ABI_VERSION", 99)
     assert library.load_library() is None
-    assert "but 99 is needed; install the package again" in refusal()
+    assert "abi.h; install the package again" in refusal()
     assert "compiler" not in refusal()
 
 

@@ -116,6 +116,7 @@ def test_an_activation_of_its_own(dtype: np.dtype, activation: str) -> None:
         assert ops.activate(sums, activation, gated=True).tobytes() == together.tobytes()
         together = ops.activated_linear(x, plain, activation)
         assert ops.activate(sums, activation).tobytes() == together.tobytes()
+        assert ops.activate(sums[:, :0], activation).shape == (37, 0)  # no division by the number of columns
 
 
 def test_what_is_not_a_slot() -> None:

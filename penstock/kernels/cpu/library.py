@@ -114,9 +114,7 @@ def _type(name: str) -> Any:
 
 
 ABI = Abi(HEADER.read_text(encoding="utf-8"))
-
-
-ABI_VERSION = ABI.constants["ABI_VERSION"]
+ABI_VERSION = int(hashlib.sha256(HEADER.read_bytes()).hexdigest()[:7], 16)  # as CMakeLists.txt writes it
 LEVELS = tuple(name.removeprefix("LEVEL_").lower() for name in ABI.enums["Level"])
 LEVEL_VARIABLE = "PENSTOCK_CPU_LEVEL"
 LIBRARY_VARIABLE = "PENSTOCK_CPU_LIBRARY"
@@ -207,10 +205,9 @@ def _find_library() -> tuple[ctypes.CDLL | None, str]:
         if damage := _damage_of(path):
             return None, f"the native library is damaged ({damage}); install the package again"
         library = ctypes.CDLL(str(path))
-        version = library.penstock_abi_version()
-        if version != ABI_VERSION:
-            reason = f"the native library is version {version}, but {ABI_VERSION} is needed; install the package again"
-            return None, reason
+        if library.penstock_abi_version() != ABI_VERSION:
+            again = "install the package again (in a checkout: make installed)"
+            return None, f"the native library {path} was built from another {HEADER}; {again}"
         for name, (result, arguments) in ABI.functions.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments

@@ -22,7 +22,6 @@ namespace penstock {
 
 struct Context;
 
-constexpr int ABI_VERSION = 18;        // incremented when the meaning of a struct or function changes
 constexpr int PANEL = 32;              // output columns that are packed together
 constexpr int K_UNIT = 64;             // every leaf of K is zero-padded to a multiple of this (or of the int4 group)
 constexpr int MAX_LEAVES = 8;          // pieces of K that are summed separately and added as a binary tree
@@ -292,6 +291,7 @@ struct PenstockSpan {
 
 // ---- Library and context
 
+// Return the beginning of the SHA-256 of this file, as it was when the library was compiled (CMakeLists.txt).
 PENSTOCK_API std::int32_t penstock_abi_version();
 
 // Return the highest Level that this library and this processor support.

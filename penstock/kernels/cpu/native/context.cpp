@@ -166,7 +166,7 @@ void Context::reserve_per_thread(std::int64_t bytes) {
 
 using namespace penstock;
 
-extern "C" std::int32_t penstock_abi_version() { return ABI_VERSION; }
+extern "C" std::int32_t penstock_abi_version() { return PENSTOCK_ABI_VERSION; }
 
 extern "C" std::int32_t penstock_best_level() {
     static const Level best = best_level();

@@ -118,7 +118,7 @@ extern "C" std::int32_t penstock_activate(
     return run_call(context, [&] {
         const ActivateArgs args{x, n, activation, gated != 0, out};
         constexpr std::int64_t COST = 8, BLOCK = 8192;  // in simple operations: an exponential and a division
-        const std::int64_t block = std::max<std::int64_t>(1, BLOCK / (n * COST));
+        const std::int64_t block = std::max<std::int64_t>(1, BLOCK / std::max<std::int64_t>(1, n * COST));
         context->pool.parallel_for_blocks(
             rows, block, [&](std::int64_t first, std::int64_t count, int) {
                 context->rows.activate[out_type](args, first, count);
