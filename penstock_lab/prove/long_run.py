@@ -81,7 +81,7 @@ class LongRun:
             day.run()
         trials.figure("over_http", day.num_tried)
         trials.figure("clients_that_left", day.num_left)
-        trials.figure("kills", day.num_kills)
+        trials.figure("kills", len(day.kills))
         warm = [point for point in day.points if point[0] >= SERVER_WARM_UP]
         judge_slope(trials, "server_memory", warm, MAX_MIXED_SLOPE)
         trials.figure("server_memory_first_mib", day.points[0][1] / 2**20)
@@ -122,16 +122,19 @@ class _OverHttp:
 
     Attributes:
         points: the number of requests and the server's memory in bytes, once a second.
+        kills: when an engine was killed, on the clock of time.monotonic().
     """
 
     def __init__(self, trials: Trials, server: Server) -> None:
-        self.num_tried = self.num_left = self.num_kills = 0
+        self.num_tried = self.num_left = 0
+        self.kills: list[float] = []
         self.points: list[tuple[int, int]] = []
         self._trials = trials
         self._server = server
         self._random = trials.random
         self._lock = threading.Lock()
         self._killed_at = -math.inf
+        self._asked: dict[int, tuple[float, str]] = {}  # by thread: the last request, and when it was sent
 
     def run(self) -> None:
         http = quick_client(self._server.url, KEY)
@@ -152,12 +155,21 @@ class _OverHttp:
                 self._kill_if_due()
                 self._send(content)
             except (OSError, http_client.HTTPException, EngineError) as error:
-                problem = f"{content}: {type(error).__name__}: {error}"
+                problem = self._describe(error)
             with self._lock:
                 self.num_tried += 1
                 self._trials.tried()
                 if problem is not None:
                     self._trials.wrong(problem)
+
+    def _describe(self, error: Exception) -> str:
+        """Say which request failed, when it was sent, which engines were killed meanwhile, and what is open."""
+        asked, what = self._asked[threading.get_ident()]
+        kills = [f"{at - asked:.1f}" for at in self.kills if at > asked - KILL_EVERY_S]
+        took, state = time.monotonic() - asked, b"nothing"
+        with contextlib.suppress(OSError, http_client.HTTPException, EngineError):
+            state = self._read("GET", "/status") + self._read("GET", "/status/requests")[:2000]
+        return f"{what}: {type(error).__name__} after {took:.1f} s: {error}; kills at {kills} s; open: {state!r}"
 
     def _send(self, content: dict[str, Any]) -> None:
         kind = self._random.random()
@@ -180,6 +192,7 @@ class _OverHttp:
         """Begin a request on a connection of its own. Raise EngineError unless its status is 200."""
         connection = http_client.HTTPConnection(self._server.url.rpartition("/")[2], timeout=CLIENT_TIMEOUT_S)
         text = None if content is None else json.dumps(content)
+        self._asked[threading.get_ident()] = time.monotonic(), f"{method} {path} {headers} {text}"
         connection.request(method, path, text, {**HEADERS, **headers})
         answer = connection.getresponse()
         if answer.status != 200:
@@ -217,7 +230,7 @@ class _OverHttp:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                self.num_kills += 1
+                self.kills.append(time.monotonic())
 
     def _check_settled(self, http: httpx.Client, before: Level) -> None:
         def settled() -> bool:
