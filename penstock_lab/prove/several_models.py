@@ -25,11 +25,11 @@ NAMES = ("Llama", "Mistral with a window", "Qwen3-MoE", "Gemma 2", "Falcon")
 OPTIONS = {"load_format": "dummy", "max_num_seqs": 32, "max_model_len": 128, "threads": 1}
 PROMPTS = ("Once upon a time", "The little robot", "A story about a ship:", "What is 3 + 4?")
 ROUTES = ("/v1/completions", "/v1/responses")  # the second in the background
-CLIENTS = 128
+CLIENTS = 160  # a model answers all that wait for it before the next one gets its memory
 NUM_TOKENS = 6
 MAX_WAIT_S = 600.0  # of a request for its model, on a machine that may be busy
 POLL_S, SAMPLE_S, RETRY_S = 0.5, 0.2, 0.05
-ENGINE_KILL_S, SERVER_KILL_S = 10.0, 60.0  # mean seconds between two kills
+ENGINE_KILL_S, SERVER_KILL_S = 20.0, 60.0  # mean seconds between two kills
 SPARE = 2**22  # bytes of the budget beyond the two largest models
 ENGINE = b"penstock.client.engine_process"
 Key = tuple[str, str, str]  # model, route and prompt
@@ -60,7 +60,8 @@ class SeveralModels:
                 trials.wrong(f"two models give the same answer, so a mistake would not show: {expected}")
             budget = sum(sorted(needs)[-2:]) + SPARE
             flags = (f"--memory={budget}", f"--journal={Path(folder) / 'journal'}", f"--max-queue-wait={MAX_WAIT_S}")
-            asyncio.run(_Run(trials, subject, flags, expected, budget).run())
+            with contextlib.ExitStack() as servers:  # closed after the threads that start them, whatever ends the run
+                asyncio.run(_Run(trials, subject, flags, expected, budget).run(servers))
 
 
 def _body(key: Key) -> dict[str, Any]:
@@ -96,17 +97,17 @@ class _Run:
         self._longest_s = 0.0
         self._num_loads = 0
 
-    async def run(self) -> None:
+    async def run(self, servers: contextlib.ExitStack) -> None:
+        """Run until enough was tried. servers: gets every server that is started."""
         limits = httpx.Limits(max_connections=None)
-        with contextlib.ExitStack() as stack:
-            self._server = stack.enter_context(serve(self._subject, *self._flags))
-            self._is_up.set()
-            async with httpx.AsyncClient(timeout=MAX_WAIT_S, limits=limits, **QUICK) as http:
-                others = [asyncio.create_task(work) for work in (self._measure(http), self._kill(http, stack))]
-                await asyncio.gather(*(self._client(http) for _ in range(CLIENTS)))
-                for task in others:
-                    task.cancel()
-                ended = await asyncio.gather(*others, return_exceptions=True)
+        self._server = servers.enter_context(serve(self._subject, *self._flags))
+        self._is_up.set()
+        async with httpx.AsyncClient(timeout=MAX_WAIT_S, limits=limits, **QUICK) as http:
+            others = [asyncio.create_task(work) for work in (self._measure(http), self._kill(http, servers))]
+            await asyncio.gather(*(self._client(http) for _ in range(CLIENTS)))
+            for task in others:
+                task.cancel()
+            ended = await asyncio.gather(*others, return_exceptions=True)
         for error in ended:
             if isinstance(error, Exception):
                 raise error
@@ -167,7 +168,7 @@ class _Run:
                 self._most["counted"] = max(self._most["counted"], status["models_memory_bytes"])
                 self._num_loads = sum(model["loads"] for model in status["models"].values())
 
-    async def _kill(self, http: httpx.AsyncClient, stack: contextlib.ExitStack) -> None:
+    async def _kill(self, http: httpx.AsyncClient, servers: contextlib.ExitStack) -> None:
         """Kill an engine now and then, and the server, which then starts again on its port."""
         random = self._trials.random
         server_at = time.monotonic() + SERVER_KILL_S * random.uniform(0.1, 1.0)
@@ -184,20 +185,21 @@ class _Run:
             self._num_kills["server"] += 1
             port = int(self._server.url.rpartition(":")[2])
             again = serve(self._subject, *self._flags, port=port)
-            self._server = await asyncio.to_thread(stack.enter_context, again)
+            self._server = await asyncio.to_thread(servers.enter_context, again)
             self._is_up.set()
             server_at = time.monotonic() + SERVER_KILL_S * random.uniform(0.5, 1.5)
 
     async def _ready_engine(self, http: httpx.AsyncClient) -> int | None:
-        """Choose an engine that is ready: one that is killed three times while it starts is given up."""
+        """Wait for an engine that is ready: one that is killed three times while it starts is given up."""
         url = f"{self._server.url}/status"
         with contextlib.suppress(httpx.TransportError):
-            models = (await http.get(url)).json()["models"]
-            ready = [name for name, model in models.items() if model["state"] == "ready"]
-            if ready:
-                asked = await http.get(url, params={"model": self._trials.random.choice(ready)})
-                pid: int | None = asked.json()["engine"]["pid"]
-                return pid
+            while True:
+                models = (await http.get(url)).json()["models"]
+                if ready := [name for name, model in models.items() if model["state"] == "ready"]:
+                    asked = await http.get(url, params={"model": self._trials.random.choice(ready)})
+                    pid: int | None = asked.json()["engine"]["pid"]
+                    return pid
+                await asyncio.sleep(RETRY_S)
         return None
 
     def _engines(self) -> list[int]:
