@@ -99,6 +99,8 @@ def test_every_flag_of_serve_has_a_variable(monkeypatch: pytest.MonkeyPatch) -> 
         ("port: 1\nport: 2", "duplicate key 'port'"),
         ("- port", "must have lines like port: 8000"),
         ("port: [", "not YAML"),
+        ("models: &a {x: *a}", "models: Circular reference"),
+        ("models: {a: {model: demo, x: 1}}", "models.a.x: there is no such option"),
         ("config: other.yaml", "config: there is no such option"),
     ],
 )

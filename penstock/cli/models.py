@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli import settings
 from penstock.cli.options import UNSET, add_engine_options, add_model, engine_options, parse_object
-from penstock.errors import InvalidRequestError, pop_options, shown
+from penstock.errors import InvalidRequestError, check_float, fail, pop_options, shown
 from penstock.interface.lora import LoRAConfig
 from penstock.kernels.cpu.host import usable_memory_bytes
 from penstock.spec.config_file import has_config
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.client.process import ProcessClient
 
 IDLE_S = 300.0  # as Ollama's keep_alive
+MAX_IDLE_S = 1e9
 NOT_FOR_SEVERAL = {  # options that are about one model -> what does it for several
     "served_model_name": "each has the name that --model NAME=PATH or --models gives it",
     "kv_role": "prefill and decoding on different engines is for one model",
@@ -41,9 +42,13 @@ def named_models(args: argparse.Namespace) -> dict[str, Any] | None:
     """Find the names of the models and the place or the options of each; None if one model is served as itself.
 
     Raises:
-        InvalidRequestError: a name is empty or given twice.
+        InvalidRequestError: a name is empty or given twice, or there is none.
     """
     if "models" in args:
+        if not args.models or "" in args.models:
+            raise fail("models", args.models, "an object with at least one name -> MODEL, and no empty name")
+        if "given_model" in args or "model" in args.sources:
+            raise InvalidRequestError(f"model: {args.model} is not among models; name it there", param="model")
         return dict(args.models)
     if "=" in args.model and not os.path.exists(args.model):
         pairs = [part.partition("=")[::2] for part in args.model.split(",")]
@@ -83,7 +88,8 @@ def make_pool(args: argparse.Namespace, models: Mapping[str, Any], common: Mappi
     budget = common.get("memory") or usable_memory_bytes()
     idle_s = getattr(args, "model_idle_s", IDLE_S)
     shared = {key: value for key, value in common.items() if key not in ("memory", "model")}
-    found = [_served(name, given, shared, idle_s) for name, given in models.items()]
+    place = getattr(args, "sources", {}).get("models", "models")
+    found = [_served(name, given, shared, idle_s, f"{place}.{name}") for name, given in models.items()]
     named = [(name, model.name) for model in found for name in (model.name, *model.adapters)]
     for given, count in Counter(name for name, _ in named).items():
         if count > 1:
@@ -97,10 +103,11 @@ def make_pool(args: argparse.Namespace, models: Mapping[str, Any], common: Mappi
     return ModelPool(found, budget, max_wait_s=args.max_queue_wait)
 
 
-def _served(name: str, given: Any, shared: Mapping[str, Any], idle_s: float) -> "ServedModel":
+def _served(name: str, given: Any, shared: Mapping[str, Any], idle_s: float, place: str) -> "ServedModel":
+    from penstock.cli.main import Parser
     from penstock.client.model_pool import ServedModel
 
-    parser = argparse.ArgumentParser(prog="penstock serve", add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     add_model(parser)
     add_engine_options(parser)
     parser.add_argument("--standby", action="store_true", default=UNSET)
@@ -108,7 +115,8 @@ def _served(name: str, given: Any, shared: Mapping[str, Any], idle_s: float) -> 
     parser.add_argument("--pinned", action="store_true")
     parser.add_argument("--idle-s", type=float, default=idle_s)
     table = given if isinstance(given, dict) else {"model": given}
-    own = settings.parse_table(parser, table, f"models.{name}")
+    own = settings.parse_table(parser, table, place)
+    check_float(f"{place}.idle_s", own.idle_s, 0.0, MAX_IDLE_S)
     find_local(own.model)
     options = {**shared, **engine_options(own), "model": own.model}
     options |= {key: getattr(own, key) for key in ("standby", "data_parallel_size") if key in own}

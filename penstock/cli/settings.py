@@ -135,7 +135,10 @@ def _value(parser: argparse.ArgumentParser, action: argparse.Action, source: str
     if takes_several and isinstance(value, str) and value.startswith("["):
         value = parse_list(value)
     if isinstance(value, dict | list) and action.type in (parse_object, parse_list):
-        value = json.dumps(value)
+        try:
+            value = json.dumps(value)
+        except (TypeError, ValueError) as error:  # YAML has dates, and aliases of what they are in
+            parser.error(f"{source}: {error}")
     texts = [_text(item) for item in value] if isinstance(value, list) and takes_several else [_text(value)]
     if isinstance(action.nargs, int) and len(texts) != action.nargs:
         parser.error(f"{source}: {shown(value)} is not a list of {action.nargs}")

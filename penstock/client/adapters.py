@@ -103,6 +103,8 @@ class Adapters:
     def check_room(self, adapter: Adapter, max_loras: int) -> None:
         """Raise InvalidRequestError if the engines have no place for another adapter."""
         if adapter.id not in self._held and len(self._held) >= max_loras:
+            if max_loras == 0:
+                raise invalid("enable_lora", "this model has no room for adapters; start it with --enable-lora")
             held = ", ".join(self._held)
             message = f"{max_loras} adapters are loaded ({held}), some perhaps only for requests that are still open; "
             raise invalid("max_loras", message + "unload one, or increase max_loras", "adapter_limit_exceeded")

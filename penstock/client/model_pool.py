@@ -26,6 +26,7 @@ from penstock.interface.messages import ModelInfo
 
 LOGGER = logging.getLogger("penstock")
 PATIENCE_S = 5.0  # a model that is always in use is left alone for so long, while a request waits for another one
+FOREVER_S = 1e9  # a model that is to be kept for 31 years or more is kept without an end
 SHARE = 2  # a model that states no memory gets at most 1 / SHARE of the budget, if it fits there
 
 
@@ -287,10 +288,11 @@ class ModelPool:
         if any(other._waiting for other in self._models):
             self._arrange()
 
-    def keep(self, model: ServedModel, seconds: float | None) -> None:
-        """Keep a model for so many seconds after its last use, instead of idle_s; None: until others need its place."""
+    def keep(self, model: ServedModel, seconds: float) -> None:
+        """Keep a model for so many seconds after its last use, instead of idle_s; from FOREVER_S on, until others need
+        its place."""
         if not model.pinned:
-            model._keep_s = seconds
+            model._keep_s = seconds if seconds < FOREVER_S else None
             self._schedule_sleep(model)
 
     def _schedule_sleep(self, model: ServedModel) -> None:

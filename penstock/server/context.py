@@ -6,7 +6,6 @@ reported.
 """
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -218,7 +217,7 @@ async def model_of(request: Request, name: str | None, timeout_s: float | None =
     lease.until_end(partial(models.release, context.model))
     if (ttl_s := log_of(request).ttl_s) is not None and not context.model.pinned:
         models.keep(context.model, ttl_s)
-        del log_of(request).ignored["ttl"]
+        log_of(request).ignored.pop("ttl", None)
     context.named(name)  # raises if an adapter was unloaded meanwhile
     adapter = context.adapter_named(name)
     log_of(request).adapter = None if adapter is None else adapter.id
@@ -323,8 +322,8 @@ def _decoded(request: Request, content: bytes, kind: type[Body]) -> Body:
     if context_of(request).options.unknown_fields == "warn":
         ttl = parsed.get("ttl") if isinstance(parsed, dict) else None
         log.ignored = take_ignored(parsed, kind.place)
-        if "ttl" in log.ignored and isinstance(ttl, int | float) and 0 <= ttl < math.inf:
-            log.ttl_s = float(ttl)
+        if "ttl" in log.ignored and isinstance(ttl, int | float) and ttl >= 0:
+            log.ttl_s = ttl
     return to_request(parsed, kind)
 
 

@@ -142,7 +142,7 @@ async def create_pooling(request: Request) -> Response:
     """Handle POST /pooling: compute what `task` says of texts, by default a vector or scores for each token."""
     body = await read_body(request, VectorsRequest)
     encoding, params = body.encoding_format or "float", body.params()
-    pooler = (await model_of(request, body.model)).info().pooler
+    pooler = (await _context(request, body)).info().pooler
     if params.task is None:
         params = replace(params, task="token_classify" if pooler.labels else "token_embed")
     is_matrix = pooler.settle(params, 1).pooling_type == "ALL"
@@ -163,7 +163,7 @@ async def create_pooling(request: Request) -> Response:
 async def create_classification(request: Request) -> Response:
     """Handle POST /classify: compute a classifier's scores of texts, and name the best label of each."""
     body = await read_body(request, ClassificationRequest)
-    labels = (await model_of(request, body.model)).info().pooler.labels
+    labels = (await _context(request, body)).info().pooler.labels
 
     def classes(index: int, output: RequestOutput) -> dict[str, Any]:
         probs = array("f", _numbers(output)).tolist()
@@ -229,7 +229,9 @@ async def compared(
         return answer([_similarity(known[index % len(known)], other) for index, other in enumerate(others)])
 
     texts: dict[str, Texts] = {**fields}
-    if (await model_of(request, body.model)).info().pooler.labels:
+    if (await _context(request, body)).info().pooler.labels:
+        if body.add_special_tokens is False:
+            raise fail("add_special_tokens", False, "true, or absent: a cross-encoder tells two texts apart by them")
         pairs = [(first[index % len(first)], text) for index, text in enumerate(second)] if first else []
         return await pooled(request, body, texts, replace(body.params(), task="classify"), scores, pairs)
     return await pooled(request, body, texts, replace(body.params(), task="embed", normalize=True), similarities)
@@ -244,8 +246,7 @@ async def pooled(
     pairs: Pairs | None = None,
 ) -> Response:
     """Compute one vector per item, field by field, or per pair, and send the answer that `answer` makes of them."""
-    body.check()
-    context, log = await model_of(request, body.model, body.timeout), log_of(request)
+    context, log = await _context(request, body), log_of(request)
     info, model = context.info(), context.shown_name(body.model)
     context.client.check_admission(log.flow)
     info.pooler.settle(params, 1)  # refuses impossible parameters before any text is tokenised
@@ -262,6 +263,12 @@ async def pooled(
     common = {"id": answer_id, "model": model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
     encoded = await asyncio.to_thread(lambda: msgspec.json.encode({**common, **answer(outputs)}))
     return Response(encoded, media_type="application/json")
+
+
+async def _context(request: Request, body: PoolingRequest) -> ServerContext:
+    """Check a body, and wait for its model."""
+    body.check()
+    return await model_of(request, body.model, body.timeout)
 
 
 async def _prompts(

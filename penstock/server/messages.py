@@ -500,7 +500,7 @@ async def count_tokens(request: Request) -> Response:
     """Handle POST /v1/messages/count_tokens: count the tokens of the prompt that such a message would have."""
     body = await read_body(request, CountRequest)
     body.check()
-    context = await model_of(request, body.model)
+    context = await model_of(request, body.model, body.timeout)
     info = context.info()
     with renaming(NAMES, INSIDE):
         (prompt,) = await chat_prompts(context, await _chat(request, body), info)

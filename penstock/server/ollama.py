@@ -518,7 +518,7 @@ async def _create(request: Request, body: TextRequest) -> Response:
 def _keep(context: ServerContext, body: OllamaRequest) -> None:
     """Keep the model loaded for as long as the body says."""
     if body.keep_s is not None:
-        context.models.keep(context.model, None if math.isinf(body.keep_s) else body.keep_s)
+        context.models.keep(context.model, body.keep_s)
 
 
 def _unloaded(request: Request, body: TextRequest, name: str) -> Response:

@@ -37,7 +37,7 @@ PREFIX = "base_model.model."
 MAX_RANK = 256
 MAX_BYTES = 2**34  # of an adapter's files
 READ_BYTES = 2**24  # of a file that are hashed at once
-MAX_REPEATS = 3  # in a pattern of names
+MAX_CHOICES = 3  # in a pattern of names: repetitions, options and groups, each of which a search may try in many ways
 WHOLE = "modules_to_save is supported only if the adapter is merged (merge_lora), not for each of several adapters"
 NORM_ROWS = 1024  # rows of a weight whose norms are computed at once
 FORMS = {  # what follows the name of a module -> the kind of the tensor
@@ -66,8 +66,8 @@ class AdapterConfig:
     alpha: float
     is_rank_stabilized: bool
     is_dora: bool
-    rank_pattern: Mapping[str, float]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: Mapping[re.Pattern[str], float]
+    alpha_pattern: Mapping[re.Pattern[str], float]
 
     @classmethod
     def read(cls, file: Path) -> "AdapterConfig":
@@ -99,25 +99,24 @@ class AdapterConfig:
         return int(_matched(self.rank_pattern, module, self.rank))
 
 
-def _pattern(reader: ConfigReader, key: str) -> dict[str, float]:
-    """Read a mapping of patterns of names to numbers."""
-    section = reader.section(key)
-    found = {} if section is None else section.everything()
-    for name, value in found.items():
+def _pattern(reader: ConfigReader, key: str) -> dict[re.Pattern[str], float]:
+    """Read a mapping of patterns of names to numbers. A pattern matches the end of a module's name, as in PEFT."""
+    section, found = reader.section(key), dict[re.Pattern[str], float]()
+    for name, value in {} if section is None else section.everything().items():
         if type(value) not in (int, float) or not 0 < abs(value) <= 1e6 or len(name) > 200:
             raise reader.fail(key, "a mapping of names of modules to numbers")
-        if len(re.findall(r"[*+{]", name)) > MAX_REPEATS or re.search(r"\)[*+{]", name):  # a search could take hours
-            raise reader.fail(key, f"patterns with at most {MAX_REPEATS} repetitions, none of them of a group")
+        if len(re.findall(r"[*+?{(]", name)) > MAX_CHOICES or re.search(r"\)[*+{]", name):  # a search could take hours
+            raise reader.fail(key, f"patterns with at most {MAX_CHOICES} of *, +, ?, {{ and (, and no group repeated")
         try:
-            re.compile(name)
+            found[re.compile(rf"(.*\.)?({name})$")] = value
         except re.error as error:
             raise reader.fail(key, f"regular expressions: {one_line(error)}") from None
     return found
 
 
-def _matched(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Find the value of the first pattern that matches the end of a module's name, as PEFT does."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+def _matched(patterns: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
+    """Find the value of the first pattern that matches a module's name."""
+    return next((value for pattern, value in patterns.items() if pattern.match(module)), default)
 
 
 def digest_of(directory: Path) -> str:

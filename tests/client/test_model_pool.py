@@ -183,7 +183,7 @@ def test_a_model_sleeps_when_idle_and_wakes() -> None:
         pool.release(model)
         assert model.expires_at is None
         assert model.client.num_starts == 2
-        pool.keep(model, None)
+        pool.keep(model, 1e300)
         pool.release(model)
         await asyncio.sleep(0.03)
         assert model.phase is Phase.AWAKE

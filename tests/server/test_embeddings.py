@@ -265,6 +265,13 @@ def test_prompts_of_sentence_transformers() -> None:
         ("/score", {"text_1": "a", "text_2": "b"}, Classes("x", "y"), "model", "needs one label"),
         ("/score", {"text_1": "a", "text_2": ""}, Classes("x"), "text_2", "a text"),
         ("/rerank", {"query": "a", "documents": [""]}, Classes("x"), "documents", "a text"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b"], "add_special_tokens": False},
+            Classes("x"),
+            "add_special_tokens",
+            "apart",
+        ),
         ("/rerank", {"query": "a", "documents": ["b" * 512]}, Classes("x"), "query", "exceed the context"),
     ],
 )

@@ -125,12 +125,15 @@ def test_clients_say_how_long_a_model_stays() -> None:
         assert (loaded(client), a.num_loads) == (["a"], 2)
         client.post("/api/chat", json={"model": "a", "keep_alive": -1, "messages": [{"role": "user", "content": "?"}]})
         assert a.expires_at is None
+        client.post("/api/generate", json={"model": "a", "keep_alive": 1e300})  # an end that no date can show
+        assert loaded(client) == ["a"]
         ask(client, "a")
         assert a.expires_at is not None
-        answer = client.post("/v1/completions", json={"model": "b", "prompt": "Who?", "ttl": 0})
-        assert "X-Ignored-Fields" not in answer.headers
-        wait_until(lambda: loaded(client) == ["a"])
-        assert b.num_loads == 1
+        for number, path, field in ((1, "/v1/completions", "prompt"), (2, "/pooling", "input")):
+            answer = client.post(path, json={"model": "b", field: "Who?", "ttl": 0})
+            assert (answer.status_code, "X-Ignored-Fields" in answer.headers) == (200, False)
+            wait_until(lambda: loaded(client) == ["a"])
+            assert b.num_loads == number
 
 
 def test_one_that_fails_leaves_the_others_alone() -> None:
