@@ -144,12 +144,12 @@ def test_adapters_come_and_go_behind_the_steps_that_use_them(monkeypatch: pytest
         a, b = random.standard_normal((1, rank, K)), random.standard_normal((N, rank))
         return AdapterPart(a.astype(np.float32), b.astype(np.float32), **terms)
 
-    old, new = part(0, 4), part(1, 2, offsets=np.ones(N, np.float32))
+    old, new, other = part(0, 4), part(1, 2, offsets=np.ones(N, np.float32)), part(2, 3)
 
     def steps(*, late: bool) -> list[Tensor]:
-        """A step with the old adapter in both slots, then one with the new one in the first and other rows."""
+        """A step with the old adapter in the first slot, then one with the new one there, and with other rows."""
         linear.load(0, old)
-        linear.load(1, old)
+        linear.load(1, other)
         found = [y.clone(), y.clone()]
         with Stream(monkeypatch) if late else nullcontext() as stream:
             slots.choose(rows)
