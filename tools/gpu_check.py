@@ -9,6 +9,7 @@ It prints a table and writes everything to a JSON file: docs/gpu.md says where t
 
 import argparse
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -30,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, also if a Penstock is installed
 
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads
-from penstock.kernels.ops import Packing
+from penstock.kernels.ops import LoraTable, Packing
 from penstock.kernels.reference import ReferenceOps
 from penstock.kernels.scheme import Scheme
 from penstock.kernels.triton.cache import TritonCache
@@ -114,6 +115,30 @@ FORMS = (
 SHOWN = ("m", "n", "k", "heads", "seqs", "tokens", "ms", "gb_s", "gflop_s", "bw_fraction", "flop_fraction", "torch_ms")
 
 
+PIECES = (4096, 5120, QKV)  # where q, k and v end
+RANKS = (64, 16, 33, 1)  # of adapters
+
+
+def adapters(dtype: torch.dtype, device: str) -> LoraTable:
+    """Make random adapters of q, k and v, the second of which has factors and offsets."""
+    count, most = len(RANKS), max(RANKS)
+    shapes = (count, 3, most, HIDDEN), (count, QKV // 16, most, 16), (count, QKV), (count, QKV)
+    kinds = dtype, dtype, F32, F32
+    tensors = [torch.empty(size, dtype=kind, device=device) for size, kind in zip(shapes, kinds, strict=True)]
+    for tensor in tensors if device != "meta" else ():
+        tensor.normal_().mul_(HIDDEN**-0.5)
+    words = [torch.tensor(values, dtype=torch.int32, device=device) for values in (RANKS, (0, 1, 0, 0))]
+    return LoraTable(*tensors, *words, PIECES, (HIDDEN,))
+
+
+def adapt(table: LoraTable, x: torch.Tensor, y: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+    """Add to y what the adapter of each row of x says, in place."""
+    ops = TritonOps(x.dtype, x.device)
+    items = torch.from_numpy(ops.group_rows(slots)).to(x.device)
+    hidden = torch.empty(len(x), len(PIECES), max(RANKS), device=x.device)
+    return ops.lora_expand(ops.lora_shrink(x, table, items, out=hidden), table, items, y)
+
+
 class Sequences:
     """The cache of a layer that is full of random numbers, and steps over it."""
 
@@ -174,6 +199,13 @@ def jobs() -> Iterator[tuple[str, Callable[[], Call]]]:
     for form in SHAPES:
         for rows in (16, 32, 64, 128, 512):
             yield f"{form} {rows}", partial(product, form, rows)
+
+    def adapted(dtype: torch.dtype, rows: int) -> Call:
+        x, y = torch.empty(rows, HIDDEN, dtype=dtype, device="meta"), torch.empty(rows, QKV, device="meta")
+        return partial(adapt, adapters(dtype, "meta"), x, y, np.zeros(rows, np.int32))
+
+    for dtype, rows in itertools.product((BF16, F32), (16, 512)):
+        yield f"adapters {dtype} {rows}", partial(adapted, dtype, rows)
     for heads, kind, dtype in ATTENTION:
         for new in (1, 9, 300):
             yield f"attention {heads} {kind} {new}", partial(attention, [1500, 700], new, heads, kind, dtype)
@@ -299,6 +331,31 @@ def rows_of_products() -> Iterator[Row]:
         yield {"name": f"{form.name}, {form.leaves} leaves", "error": error, "rows_that_differ": differing}
 
 
+def rows_of_adapters() -> Iterator[Row]:
+    """Compare what adapters add to 1 to 1,100 rows bit by bit, and with float64."""
+    slots = np.random.default_rng(0).integers(-1, len(RANKS), 1100).astype(np.int32)
+    for dtype in (BF16, F32):
+        torch.manual_seed(4)
+        table = adapters(dtype, "cuda")
+        x, y = torch.randn(1100, HIDDEN, device="cuda").to(dtype), torch.randn(1100, QKV, device="cuda")
+        whole, exact = adapt(table, x, y.clone(), slots), y.double()
+        for slot, rank in enumerate(RANKS):
+            rows = torch.from_numpy(slots == slot).cuda()
+            if table.scaled[slot]:
+                exact[rows] = exact[rows] * table.factors[slot] + table.offsets[slot]
+            hidden = torch.einsum("mk,prk->pmr", x[rows].double(), table.a[slot, :, :rank].double())
+            b = table.b[slot, :, :rank].double().transpose(0, 1).flatten(1)
+            parts = zip(hidden, b.split((4096, 1024, 1024), dim=1), strict=True)
+            exact[rows] += torch.cat([some @ part for some, part in parts], dim=1)
+        differing = []
+        for count in (*range(1, 71), 100, 127, 128, 129, 200, 256, 257, 513, 1100):
+            order = np.random.default_rng(count).permutation(1100)[:count]
+            at = torch.from_numpy(order).cuda()
+            if not torch.equal(bits(adapt(table, x[at], y[at], slots[order])), bits(whole[at])):
+                differing.append(count)
+        yield {"name": f"adapters, {dtype}", "error": relative(whole, exact), "rows_that_differ": differing}
+
+
 def rows_of_attention() -> Iterator[Row]:
     """Compare attention of whole prompts, chunks, drafts and single tokens bit by bit, and with float64."""
     for heads, kind, dtype in ATTENTION:
@@ -367,6 +424,7 @@ STAGES: dict[str, tuple[Callable[[], Any], float]] = {  # with the most seconds 
     "compile": (compile_all, 150),
     "operations": (operations, 150),
     "rows of products": (rows_of_products, 60),
+    "rows of adapters": (rows_of_adapters, 60),
     "rows of attention": (rows_of_attention, 60),
     "bits of requests": (gpu_engines.bits_of_requests, 120),
     "steps": (gpu_engines.steps, 90),

@@ -29,7 +29,7 @@ from penstock.spec.model_config import ModelConfig
 from penstock.spec.param_table import Parameter
 from penstock.weights import packed
 from penstock.weights.hub import resolve_model
-from penstock.weights.loader import ANYWHERE, Place, Stored, dtype_for, open_stored
+from penstock.weights.loader import ANYWHERE, Place, Stored, dtype_for, make_slots, open_stored
 from penstock.weights.sources import read_parameters
 from penstock_lab.planner.machines import Hardware
 from penstock_lab.planner.placement import operation_of
@@ -165,10 +165,9 @@ class PlannedModel:
             if layers is not None:
                 split = place.split if isinstance(place, RankPlace) else None
                 place = RankPlace(split=split, stage=Stage(layers, self.model.num_hidden_layers))
-            slices = self.config.numerics.activation_slices
-            found = model_sizes(
-                self.model, self._ops_of(share), self.head, self.stored, place, scheme=scheme, slices=slices
-            )
+            ops, slices = self._ops_of(share), self.config.numerics.activation_slices
+            options = {"scheme": scheme, "slices": slices, "lora": make_slots(self.config, ops)}
+            found = model_sizes(self.model, ops, self.head, self.stored, place, **options)
             self._found[key] = found
         return self._found[key]
 

@@ -88,6 +88,7 @@ class Counted(EngineObserver):
 
 
 SIZES = {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 96, "num_attention_heads": 4, "head_dim": 128}
+SIZES |= {"num_hidden_layers": 3}
 
 
 @pytest.mark.skipif(not levels(), reason="no native library")

@@ -157,7 +157,8 @@ PLANNED: dict[str, dict[str, Any]] = {
     "float32, one block": {"dtype": "float32", "block_size": "max-model-len"},
     "int8": {"quantization": "int8", "max_num_batched_tokens": 64},
     "int4, int8 cache": {"quantization": "int4", "quantization_group_size": 32, "kv_cache_dtype": "int8"},
-    "two ranks": {"quantization": "int4", "tensor_parallel_size": 2, "pad_vocab_multiple": 64},
+    "two ranks": {"quantization": "int4", "tensor_parallel_size": 2, "pad_vocab_multiple": 64, "enable_lora": True},
+    "adapters": {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64},
 }
 
 
