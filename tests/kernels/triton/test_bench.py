@@ -17,7 +17,7 @@ from penstock.interface.messages import EngineRequest
 from penstock.interface.step import SchedulerOutput
 from penstock.kernels.cpu.ops import CpuOps
 from penstock.kernels.metadata import Heads
-from penstock_lab.bench import attention, device, machine, ops, products
+from penstock_lab.bench import attention, device, machine, meter, ops, products
 from penstock_lab.bench.costs import ModelCosts
 from penstock_lab.bench.samples import READ, Work
 from penstock_lab.planner.machines import load_hardware, this_file
@@ -38,6 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (machine, {"RING_BYTES": 2**12, "ROUNDS": 2}),
         (attention, {"DECODE_SEQS": 2, "DECODE_TOKENS": 3, "LONG_TOKENS": 3, "LONG_HEADS": Heads(2, 1, 16)}),
         (products, {"LEAF_SHAPES": ()}),
+        (meter, {"STRETCH_SECONDS": 600.0}),  # one for each phase
     ):
         for name, value in sizes.items():
             monkeypatch.setattr(module, name, value)
