@@ -25,6 +25,7 @@ from penstock.errors import (
     check_options,
     check_str,
     fail,
+    invalid,
     option,
     pop_options,
     shown,
@@ -335,8 +336,7 @@ class SpeculativeConfig:
         if not isinstance(value, dict):
             raise fail(SPECULATIVE_CONFIG, value, 'an object like {"method": "ngram"}')
         names = [item.name for item in fields(cls)]
-        unknown = next((str(key) for key in value if key not in names), None)
-        if unknown is not None:
+        if (unknown := next((str(key) for key in value if key not in names), None)) is not None:
             message = f"{_speculative(shown(unknown))}: unknown key; known are {', '.join(names)}"
             raise InvalidRequestError(message, param=SPECULATIVE_CONFIG)
         try:
@@ -632,7 +632,7 @@ class EngineConfig:
         if options:
             name, known = next(iter(options)), option_names()
             advice = hint(name, known) or f"known are {', '.join(known)}"
-            raise InvalidRequestError(f"{name}: unknown option; {advice}", param=name)
+            raise invalid(name, f"unknown option; {advice}")
         return cls(model=model, imports=imports, **parts)
 
     def resolve(self, model: "ModelConfig", num_engines: int = 1, **gpu: Any) -> "EngineConfig":

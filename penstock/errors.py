@@ -151,6 +151,11 @@ def invalid(param: str, problem: str, code: str | None = None) -> InvalidRequest
     return InvalidRequestError(f"{param}: {problem}", param=param, code=code)
 
 
+def unsupported(param: str, problem: str) -> NotSupportedError:
+    """Make the error for a field that asks for what is not built. Its message begins with the field's name."""
+    return NotSupportedError(f"{param}: {problem}", param=param)
+
+
 def fail(name: str, value: Any, allowed: str) -> InvalidRequestError:
     """Make the error for a value that is out of range or of the wrong type."""
     return invalid(name, f"{shown(value)} is not allowed; it must be {allowed}")

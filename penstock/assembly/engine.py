@@ -308,7 +308,7 @@ def _make_adapters(
             digest = digest_of(Path(path))
             adapter = reader.read(Path(path), config.lora.max_lora_rank)
         except ModelLoadError as error:
-            raise InvalidRequestError(f"lora_path: {error}", param="lora_path") from error
+            raise invalid("lora_path", str(error)) from error
         rank = max(part.b.shape[1] for part in adapter.values())
         return AdapterInfo(name, path, rank, tuple(adapter), digest, adapter_size(adapter)), adapter
 

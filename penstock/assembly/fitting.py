@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.assembly.engine import PlannedEngine, plan_engine
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, invalid
 from penstock.kernels.cpu.host import resident_bytes, usable_memory_bytes
 from penstock.kernels.cpu.library import chosen_level
 
@@ -58,7 +58,7 @@ def fit_here(options: Mapping[str, Any]) -> Fitting:
     if best is None and refusal is not None:
         raise _too_large(options) if _is_open(options, refusal) else refusal
     if best is None:
-        raise InvalidRequestError("model: no precision was planned", param="model")
+        raise invalid("model", "no precision was planned")
     return best
 
 
@@ -78,8 +78,8 @@ def _too_large(options: Mapping[str, Any]) -> InvalidRequestError:
         total = 0 if planned.memory is None else planned.memory.total
         name = planned.config.numerics.quantization or planned.codings or planned.config.numerics.dtype
         sizes = f"{total / GIB:.1f} GiB as {name}, and may have {usable_memory_bytes() / GIB:.1f} GiB here"
-        return InvalidRequestError(f"model: it is too large for this machine: it takes {sizes}", param="model")
-    return InvalidRequestError("model: it is too large for this machine", param="model")
+        return invalid("model", f"it is too large for this machine: it takes {sizes}")
+    return invalid("model", "it is too large for this machine")
 
 
 def fittings(options: Mapping[str, Any]) -> list[Fitting]:

@@ -33,7 +33,7 @@ import numpy as np
 
 from penstock.config import TRITON, EngineConfig
 from penstock.engine.kv_cache_manager import peak_blocks, table_length
-from penstock.errors import InvalidRequestError, fail
+from penstock.errors import InvalidRequestError, fail, invalid
 from penstock.interface.step import CacheGroup
 from penstock.kernels.attention.items import ELEMENT_BYTES, GRANULE, AttentionShape, cache_token_bytes
 from penstock.kernels.attention.plan import Planner
@@ -99,10 +99,10 @@ def plan_kv_cache(
         raise fail("kv_cache_memory_bytes", given, f"at most the free memory, {free_bytes} bytes")
     limit = given if given is not None else int(free_bytes * (share or 1.0))
     if limit < minimum:
-        raise InvalidRequestError(
-            f"kv_cache_memory_bytes: {mib(limit)} cannot hold one sequence of max_model_len = "
+        raise invalid(
+            "kv_cache_memory_bytes",
+            f"{mib(limit)} cannot hold one sequence of max_model_len = "
             f"{config.scheduler.max_model_len}, which needs {mib(minimum)}; increase it or reduce max_model_len",
-            param="kv_cache_memory_bytes",
         )
     counts = _share_out(needs, limit - minimum, fill=given is not None)
     groups = [replace(need.group, num_blocks=count) for need, count in zip(needs, counts, strict=True)]
@@ -142,7 +142,7 @@ def _need(config: EngineConfig, model: ModelConfig, layers: tuple[int, ...], win
     scheduler, block_size = config.scheduler, config.cache.block_size
     length, chunk = scheduler.max_model_len, scheduler.max_num_batched_tokens
     if block_size is None or length is None or chunk is None:
-        raise InvalidRequestError("block_size: the config is not resolved", param="block_size")
+        raise invalid("block_size", "the config is not resolved")
     sinks = 0 if window is None else model.num_sink_tokens
     rules = {"chunked": model.chunked_windows, "bidirectional": model.bidirectional}
     group = CacheGroup(layers, window, 0, block_size, num_sink_tokens=sinks, **rules)

@@ -83,7 +83,7 @@ class LocalModel:
         fields = {"max_tokens": None, **self._llm.engine.model_info.default_sampling, **options}
         params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)
         if params.n != 1:
-            raise InvalidRequestError("n: a conversation has one answer at a time", param="n")
+            raise invalid("n", "a conversation has one answer at a time")
         return params
 
     def answer(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Pieces:

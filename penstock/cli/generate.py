@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.options import add_generation_options, load_llm, parse_size, sampling_options
 from penstock.cli.terminal import handle_signals, note, show_choices
 from penstock.client.prompts import STDIN, check_text, progress, read_prompts, read_text
-from penstock.errors import InvalidRequestError, check_int
+from penstock.errors import InvalidRequestError, check_int, invalid
 from penstock.interface import entry_points
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_display(args: argparse.Namespace) -> None:
     """Raise InvalidRequestError for display options that would have no effect."""
     if (hasattr(args, "logprobs") or hasattr(args, "prompt_logprobs")) and not args.json:
-        raise InvalidRequestError("logprobs: log-probabilities are shown with --json only", param="logprobs")
+        raise invalid("logprobs", "log-probabilities are shown with --json only")
     growing = [name for name in ("concurrent", "reprint") if getattr(args, name)]
     for name in ("json", "output_at_end"):
         late = [*growing, *(["print_interval"] if args.print_interval is not None else [])]
@@ -87,13 +87,11 @@ def _check_display(args: argparse.Namespace) -> None:
             message = f"{late[0]}: nothing is printed before the end with --{name.replace('_', '-')}"
             raise InvalidRequestError(message, param=late[0])
     if args.json and args.output_at_end:
-        message = "output_at_end: --json prints at the end already"
-        raise InvalidRequestError(message, param="output_at_end")
+        raise invalid("output_at_end", "--json prints at the end already")
     if args.print_interval is not None:
         check_int("print_interval", args.print_interval, 1, 10**6)
         if getattr(args, "n", 1) > 1 and not growing:
-            message = "print_interval: several choices are printed when complete; use --concurrent or --reprint"
-            raise InvalidRequestError(message, param="print_interval")
+            raise invalid("print_interval", "several choices are printed when complete; use --concurrent or --reprint")
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:

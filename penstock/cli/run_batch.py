@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.options import add_engine_options, add_model, engine_options
 from penstock.cli.terminal import handle_signals, note
 from penstock.client.prompts import progress
-from penstock.errors import InvalidRequestError
+from penstock.errors import invalid
 
 if TYPE_CHECKING:
     from penstock.server.batch import Counts, Line, Output
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if concurrency is None:
         concurrency = 2 * getattr(args, "max_num_seqs", DEFAULT_MAX_NUM_SEQS)
     if not 1 <= concurrency <= 4096:
-        raise InvalidRequestError(f"max_concurrency: {concurrency} is not from 1 to 4096", param="max_concurrency")
+        raise invalid("max_concurrency", f"{concurrency} is not from 1 to 4096")
     lines = read_input(args.input_file)
     options = engine_options(args)
     output = Output(args.output_file)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import add_model
 from penstock.cli.terminal import size_text
-from penstock.errors import InvalidRequestError
+from penstock.errors import invalid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name:<13} {value}")
     print(f"free memory   {size_text(usable_memory_bytes())}, of which a model may have")
     if not fits:
-        raise InvalidRequestError(f"model: {args.model} does not fit this machine at any precision", param="model")
+        raise invalid("model", f"{args.model} does not fit this machine at any precision")
     for row in fits:
         print(row)
     return 0

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import invalid
 
 if TYPE_CHECKING:
     from penstock.interface.messages import ModelInfo
@@ -114,7 +114,7 @@ def check_writable(path: Path, param: str) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        raise InvalidRequestError(f"{param}: cannot write {str(path)!r}: {error.strerror}", param=param) from None
+        raise invalid(param, f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
 def handle_signals(*, terminate: bool = False) -> None:

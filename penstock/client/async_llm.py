@@ -25,7 +25,7 @@ from penstock.client.results import (
 )
 from penstock.client.text import IsolatedTokenizer, choose_tokenizer
 from penstock.config import EngineConfig
-from penstock.errors import NotSupportedError, check_bool, check_int, pop_options
+from penstock.errors import check_bool, check_int, pop_options, unsupported
 from penstock.interface.kv_transfer import KVTransferOptions
 from penstock.interface.messages import LoRARequest, ModelInfo
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
@@ -78,10 +78,10 @@ class AsyncLLM:
         **options: Any,
     ) -> None:
         if not isinstance(model, str):
-            raise NotSupportedError(
-                "model: the engine runs in another process, which a model object cannot be sent to; pass the object "
+            raise unsupported(
+                "model",
+                "the engine runs in another process, which a model object cannot be sent to; pass the object "
                 "to LLM, or save it (save_pretrained) and pass the directory",
-                param="model",
             )
         check_bool("standby", standby)
         check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)  # before anything is started

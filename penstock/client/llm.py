@@ -42,6 +42,7 @@ from penstock.errors import (
     invalid,
     list_of,
     shown,
+    unsupported,
 )
 from penstock.interface.messages import LoRARequest
 from penstock.interface.outputs import BeamSearchOutput, PrefixUse, RequestOutput
@@ -184,7 +185,7 @@ class LLM:
         if self._built is None:
             if isinstance(self.client, InProcessClient):
                 raise EngineDeadError("the engine was shut down")
-            raise NotSupportedError("engine_in_process: the model is in another process", param="engine_in_process")
+            raise unsupported("engine_in_process", "the model is in another process")
         return self._built
 
     def get_default_sampling_params(self, **fields: Any) -> SamplingParams:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import invalid
 from penstock.interface.messages import AdapterInfo
 
 Read = Callable[[str, str], tuple[AdapterInfo, Any]]  # (name, path) -> its description, and what an executor loads
@@ -57,8 +57,7 @@ class Adapters:
     def _checked(self, name: str, path: str, sha256: str | None) -> tuple[AdapterInfo, Any]:
         info, content = self._read(name, path)
         if sha256 not in (None, info.sha256):
-            message = f"lora_path: the files of adapter {name!r} in {path} have changed since it was loaded"
-            raise InvalidRequestError(message, param="lora_path")
+            raise invalid("lora_path", f"the files of adapter {name!r} in {path} have changed since it was loaded")
         return info, content
 
     def restore(self, slot: int, path: str, sha256: str) -> None:
@@ -73,8 +72,7 @@ class Adapters:
         """Find the adapter of a new request, which is then the one used last."""
         if name not in self._named:
             known = ", ".join(self._named) or "none"
-            message = f"model: the LoRA adapter {name!r} is not loaded; loaded are: {known}"
-            raise InvalidRequestError(message, param="model", code="model_not_found")
+            raise invalid("model", f"the LoRA adapter {name!r} is not loaded; loaded are: {known}", "model_not_found")
         self._named[name] = self._named.pop(name)
         return self._named[name]
 
@@ -85,6 +83,6 @@ class Adapters:
         empty = [slot for slot in range(self._max_loras) if slot not in taken | held]
         idle = [item.slot for item in self._named.values() if item.slot not in taken]
         if not empty + idle:
-            message = f"max_loras: requests are open that use all {self._max_loras} adapters; increase it, or wait"
-            raise InvalidRequestError(message, param="max_loras", code="adapter_limit_exceeded")
+            message = f"requests are open that use all {self._max_loras} adapters; increase it, or wait"
+            raise invalid("max_loras", message, "adapter_limit_exceeded")
         return (empty + idle)[0]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from penstock.engine.adapters import Adapter
 from penstock.engine.request import Request
 from penstock.engine.scheduler import Scheduler
-from penstock.errors import InvalidRequestError
+from penstock.errors import invalid
 from penstock.interface.messages import EngineOutput, EngineRequest, Hypothesis
 from penstock.interface.outputs import FinishReason
 from penstock.interface.sampling_params import SamplingParams
@@ -236,8 +236,6 @@ class Search:
 def check_search(source: EngineRequest, vocab_size: int) -> None:
     """Raise InvalidRequestError for more beams than the vocabulary has tokens, and for a search to be resumed."""
     if source.params.n > vocab_size:
-        message = f"n: {source.params.n} beams are more than the {vocab_size} tokens of the vocabulary"
-        raise InvalidRequestError(message, param="n")
+        raise invalid("n", f"{source.params.n} beams are more than the {vocab_size} tokens of the vocabulary")
     if source.output_token_ids:
-        message = "output_token_ids: not allowed with use_beam_search: a search cannot be resumed"
-        raise InvalidRequestError(message, param="output_token_ids")
+        raise invalid("output_token_ids", "not allowed with use_beam_search: a search cannot be resumed")

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import PenstockError, invalid
 
 NO_PARENT = b""
 
@@ -203,12 +203,12 @@ class Pins:
             InvalidRequestError: the name is in use, or all pins together would hold more than their share of the cache.
         """
         if name in self._pins:
-            raise InvalidRequestError(f"name: {name!r} is the name of another pin", param="name", code="name_in_use")
+            raise invalid("name", f"{name!r} is the name of another pin", "name_in_use")
         for pool, wanted, hashes in zip(self._pools, self._wanted, pin.wanted(), strict=True):
             count, limit = len(wanted.keys() | set(hashes)), pool.num_blocks // MAX_SHARE
             if count > limit:
-                message = f"prompt: all pins would hold {count} of {pool.num_blocks} blocks; at most {limit} may be"
-                raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
+                message = f"all pins would hold {count} of {pool.num_blocks} blocks; at most {limit} may be"
+                raise invalid("prompt", message, "pin_limit_exceeded")
         self._pins[name] = pin
         self._public.update(pin.hashes if pin.is_public else ())
         for group, block_hash in _places(pin):

@@ -17,7 +17,7 @@ from penstock.engine.request import Request
 from penstock.engine.scheduler import InFlightStep, Scheduler
 from penstock.engine.speculation import Speculation
 from penstock.engine.step_log import StepLog
-from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids
+from penstock.errors import EngineError, ExecutorLostError, InvalidRequestError, check_float, check_ids, invalid
 from penstock.interface.messages import AdapterInfo, EngineOutput, EngineRequest, EngineStats
 from penstock.interface.outputs import FinishReason
 from penstock.interface.plugins import check_registered
@@ -131,8 +131,8 @@ class Engine:
                     del item.block_hashes[count:]
                     item.pending_salt = salt
                 what = "there is no room to compute it" if request is prefix else "a request that runs has too little"
-                message = f"prompt: beside all pinned prefixes {what}; at most half of the cache may be pinned"
-                raise InvalidRequestError(message, param="prompt", code="pin_limit_exceeded")
+                message = f"beside all pinned prefixes {what}; at most half of the cache may be pinned"
+                raise invalid("prompt", message, "pin_limit_exceeded")
 
     def unpin(self, name: str) -> bool:
         """Let the blocks of a pinned prefix be evicted like any others. Return False if no pin has this name."""
@@ -149,7 +149,7 @@ class Engine:
 
     def _with_adapters(self) -> Adapters:
         if self.adapters is None:
-            raise InvalidRequestError("model: this engine has no LoRA adapters; enable_lora = true", param="model")
+            raise invalid("model", "this engine has no LoRA adapters; enable_lora = true")
         return self.adapters
 
     def _made(self, source: EngineRequest) -> Request:
@@ -161,21 +161,20 @@ class Engine:
     def _check(self, source: EngineRequest) -> None:
         in_use = source.request_id in self._requests or source.request_id in self._searches
         if in_use or any(output.request_id == source.request_id for output in self._early_outputs):
-            raise InvalidRequestError(f"request_id: {source.request_id!r} is in use", param="request_id")
+            raise invalid("request_id", f"{source.request_id!r} is in use")
         check_registered(source.params.logits_processors or ())
         length = len(source.prompt_token_ids)
         if length == 0:
-            raise InvalidRequestError("prompt: it is empty", param="prompt")
+            raise invalid("prompt", "it is empty")
         if length + (source.params.pooling is None) > self.max_model_len:
             more = " and one output" if source.params.pooling is None else ""
-            message = f"prompt: {length} tokens{more} exceed the context of {self.max_model_len}"
-            raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
+            message = f"{length} tokens{more} exceed the context of {self.max_model_len}"
+            raise invalid("prompt", message, "context_length_exceeded")
         if source.params.seed is None and not source.params.greedy:
-            raise InvalidRequestError("seed: a sampled request needs one; the client resolves it", param="seed")
+            raise invalid("seed", "a sampled request needs one; the client resolves it")
         draws_depend = source.params.has_sampler_state and not source.params.greedy
         if draws_depend and source.output_token_ids and not source.sampler_state:
-            message = "sampler_state: outputs of a request with mirostat come with it, or are computed again"
-            raise InvalidRequestError(message, param="sampler_state")
+            raise invalid("sampler_state", "outputs of a request with mirostat come with it, or are computed again")
         for number in source.sampler_state or ():
             check_float("sampler_state", number, -1e9, 1e9)
         if source.params.use_beam_search:

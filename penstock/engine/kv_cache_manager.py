@@ -29,7 +29,7 @@ from functools import partial
 
 from penstock.engine.block_pool import BlockPool, Pin, Pins, hash_block
 from penstock.engine.request import Request
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import PenstockError, invalid
 from penstock.interface.step import NO_BLOCK, BlockCopy, BlockStore, BlockTransfer, CacheGroup
 
 TableUpdates = tuple[list[list[int]], list[int]]  # per group: new entries, and the number of released leading ones
@@ -491,12 +491,10 @@ class KVCacheManager:
         """
         count = prefix.num_tokens // self.block_size
         if not self.enable_prefix_caching:
-            raise InvalidRequestError("prompt: there is nothing to pin, because prefix caching is off", param="prompt")
+            raise invalid("prompt", "there is nothing to pin, because prefix caching is off")
         if count == 0:
-            message = (
-                f"prompt: {prefix.num_tokens} tokens do not fill a block of {self.block_size}, so there is none to pin"
-            )
-            raise InvalidRequestError(message, param="prompt")
+            message = f"{prefix.num_tokens} tokens do not fill a block of {self.block_size}, so there is none to pin"
+            raise invalid("prompt", message)
         is_public = not prefix.pending_salt
         self._extend_hashes(prefix, count)
         start = (count - 1) * self.block_size  # prompts may differ in the last block, where the pinned text was cut

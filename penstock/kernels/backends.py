@@ -7,7 +7,7 @@ weights/loader.dtype_for; otherwise they are torch's.
 
 from collections.abc import Sequence
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import invalid
 from penstock.kernels.ops import Ops
 from penstock.kernels.tensors import Dtype
 from penstock.kernels.triton.device import is_interpreted, leaves_of, why_missing
@@ -48,8 +48,8 @@ def load_ops(
     if name == "triton":
         device = device or ("cpu" if is_interpreted() else "cuda")
         if why := why_missing(str(device)):
-            raise InvalidRequestError(f"kernels: {name!r} cannot be used: {why}", param="kernels")
+            raise invalid("kernels", f"{name!r} cannot be used: {why}")
         from penstock.kernels.triton.ops import TritonOps
 
         return TritonOps(dtype, device, leaves=leaves_of(num_ranks))
-    raise InvalidRequestError(f"kernels: there are no kernels {name!r}", param="kernels")
+    raise invalid("kernels", f"there are no kernels {name!r}")

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import invalid
 from penstock.kernels.attention.items import first_seen
 from penstock.kernels.attention.plan import AttentionPlan
 from penstock.kernels.tensors import Dtype, Tensor, as_array
@@ -67,8 +67,7 @@ class AttentionMetadata:
 
     def __post_init__(self) -> None:
         if self.sliding_window is not None and self.sliding_window < 1:
-            text = f"sliding_window: {self.sliding_window} is not allowed; it must be 1 or more, or None"
-            raise InvalidRequestError(text, param="sliding_window")
+            raise invalid("sliding_window", f"{self.sliding_window} is not allowed; it must be 1 or more, or None")
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> "AttentionMetadata":
         """Convert the tensors of the metadata; the plan stays on the host."""

@@ -14,7 +14,13 @@ from socket import gethostname
 from typing import Any, cast
 
 from penstock.config import DEGREES, TRITON, EngineConfig
-from penstock.errors import ExecutorLostError, InvalidRequestError, ModelLoadError, NotSupportedError, fail
+from penstock.errors import (
+    ExecutorLostError,
+    ModelLoadError,
+    fail,
+    invalid,
+    unsupported,
+)
 from penstock.interface.step import CacheGroup
 from penstock.kernels.coding import Coding
 from penstock.kernels.metadata import KVScales
@@ -108,7 +114,7 @@ def degrees_of(config: EngineConfig, model: ModelConfig) -> Degrees:
     try:
         return split_by_map(degrees, *sharding, parameters)
     except ValueError as error:
-        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+        raise invalid("sharding_config", str(error)) from error
 
 
 def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, int | None], dict[str, bool]] | None:
@@ -124,7 +130,7 @@ def read_sharding(config: EngineConfig, model: ModelConfig) -> tuple[dict[str, i
         found, parameters = ShardingMap.from_file(Path(file)).of(read_table(model)), read_parameters(model)
         return found.resolve(parameters), found.hints(parameters)
     except ModelLoadError as error:
-        raise InvalidRequestError(f"sharding_config: {error}", param="sharding_config") from error
+        raise invalid("sharding_config", str(error)) from error
 
 
 def explain_sharding(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
@@ -146,8 +152,7 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
         InvalidRequestError: the model cannot be split so; the message says what is possible.
     """
     if config.parallel.is_on_ray and config.numerics.load_format == "mock":
-        message = "distributed_executor_backend: load_format = mock has no model to share; use mp"
-        raise InvalidRequestError(message, param="distributed_executor_backend")
+        raise invalid("distributed_executor_backend", "load_format = mock has no model to share; use mp")
     num_ranks = config.parallel.num_ranks
     degrees = degrees_of(config, model) if num_ranks > 1 else Degrees()
     if config.numerics.load_format == "auto" and isinstance(weights, Path):
@@ -156,15 +161,13 @@ def check_split(config: EngineConfig, model: ModelConfig, weights: Weights) -> N
         return
     name, size = "tensor_parallel_size", num_ranks
     if config.numerics.kernels not in ("cpu", TRITON):
-        raise NotSupportedError(
-            f"{name}: {size} processes can share only models that the native kernels or GPUs compute; use 1", param=name
+        raise unsupported(
+            name, f"{size} processes can share only models that the native kernels or GPUs compute; use 1"
         )
     if not isinstance(weights, Path):
-        raise NotSupportedError(
-            f"{name}: {size} processes cannot share a model object; save it, and give its directory", param=name
-        )
+        raise unsupported(name, f"{size} processes cannot share a model object; save it, and give its directory")
     if config.numerics.load_format == "mock":
-        raise InvalidRequestError(f"{name}: load_format = mock has no model to share; use 1", param=name)
+        raise invalid(name, "load_format = mock has no model to share; use 1")
 
 
 def check_codes(config: EngineConfig, model: ModelConfig, stored: Stored) -> None:
@@ -359,10 +362,8 @@ def open_pipeline(plan: RankPlan, launcher: Launcher) -> PipelineExecutor:
         NotSupportedError: the weights are in this process's memory only.
     """
     if not isinstance(plan.weights, Path):
-        message = (
-            "pipeline_parallel_size: a model object cannot be split over processes; save it, and give its directory"
-        )
-        raise NotSupportedError(message, param="pipeline_parallel_size")
+        message = "a model object cannot be split over processes; save it, and give its directory"
+        raise unsupported("pipeline_parallel_size", message)
     plan = replace(plan, weights=plan.weights.absolute())
     stages = split_layers(plan.model_config.num_hidden_layers, plan.config.parallel.pipeline_parallel_size)
     begins = [

@@ -23,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.config import HALF_GROUPS, EngineConfig
-from penstock.errors import NotSupportedError
+from penstock.errors import unsupported
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.kernels.tensors import LOGITS_ROWS, Array, Slot, Tensor, as_array
 from penstock.layers.decoder import DecoderLM
@@ -79,10 +79,8 @@ class Stage:
             self._input = None if self.is_first else received
             return
         if not isinstance(model, DecoderLM):
-            message = (
-                "pipeline_parallel_size: only families that are made of penstock.layers.decoder are cut into stages"
-            )
-            raise NotSupportedError(message, param="pipeline_parallel_size")
+            message = "only families that are made of penstock.layers.decoder are cut into stages"
+            raise unsupported("pipeline_parallel_size", message)
         decoder = model.decoder
         (blocks,) = (value for value in vars(decoder).values() if isinstance(value, list))
         if not self.is_first:

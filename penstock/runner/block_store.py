@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, fail
+from penstock.errors import fail, invalid
 from penstock.interface.files import open_regular
 from penstock.interface.messages import BlockDirectory
 from penstock.interface.step import CacheGroup
@@ -381,5 +381,4 @@ def open_files(directory: BlockDirectory) -> BlockFiles:
     try:
         return BlockFiles(Path(directory.root), directory.name, directory.max_bytes)
     except OSError as error:
-        message = f"kv_offload_dir: {directory.root} cannot be used: {error.strerror or error}"
-        raise InvalidRequestError(message, param="kv_offload_dir") from error
+        raise invalid("kv_offload_dir", f"{directory.root} cannot be used: {error.strerror or error}") from error

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, NotSupportedError
+from penstock.errors import NotSupportedError, invalid
 from penstock.interface.sampling_params import SamplingParams
 from penstock.interface.step import NO_ADAPTER, CacheGroup, NewRequest, ScheduledRequest
 from penstock.kernels.attention.items import first_seen
@@ -129,10 +129,10 @@ class ForwardPass:
         }
         if sum(sizes.values()) > max_bytes:
             largest = max(sizes, key=sizes.__getitem__)
-            raise InvalidRequestError(
-                f"{largest}: {tokens} tokens make results of {sum(sizes.values())} bytes, of which these are "
+            raise invalid(
+                largest,
+                f"{tokens} tokens make results of {sum(sizes.values())} bytes, of which these are "
                 f"{sizes[largest]}; max_bytes allows {max_bytes}",
-                param=largest,
             )
 
     def _stream(self, chunks: list[Array]) -> Array:

@@ -29,7 +29,7 @@ from penstock.client.engine_client import EngineClient, EngineState
 from penstock.client.input_processor import PromptRequest, check_salt
 from penstock.client.model_pool import ModelPool
 from penstock.client.turns import Turns
-from penstock.errors import InvalidRequestError, PenstockError, check_ids, check_str, fail, string_tuple
+from penstock.errors import PenstockError, check_ids, check_str, fail, invalid, string_tuple
 from penstock.interface.kv_transfer import MAX_BATCH, Progress
 from penstock.interface.messages import LoRARequest, ModelInfo
 from penstock.interface.outputs import PrefixUse
@@ -431,8 +431,8 @@ async def load_adapter(request: Request) -> Response:
     owners = [one for one in context.all if body.lora_name in one.model_names()]
     replaces = body.load_inplace and owners == [context] and context.adapter_named(body.lora_name) is not None
     if owners and not replaces:
-        message = f"lora_name: {ascii(body.lora_name)[:100]} is the name of a model or of a loaded adapter"
-        raise InvalidRequestError(message, param="lora_name", code="adapter_already_loaded")
+        message = f"{ascii(body.lora_name)[:100]} is the name of a model or of a loaded adapter"
+        raise invalid("lora_name", message, "adapter_already_loaded")
     source = LoRARequest(body.lora_name, path)
     adapter = await context.client.load_adapter(source, load_inplace=bool(body.load_inplace))
     return Response(f"Success: LoRA adapter '{adapter.name}' added successfully.", media_type="text/plain")
@@ -452,8 +452,7 @@ def _path_below(root: str, path: str) -> str:
     """Resolve a path, which may be relative to `root`. Raise InvalidRequestError if it leads elsewhere."""
     found = None if "\0" in path else os.path.realpath(os.path.join(root, path))
     if found is None or os.path.commonpath([root, found]) != root:
-        message = "lora_path: the directory must lie below the server's --allowed-lora-path"
-        raise InvalidRequestError(message, param="lora_path", code="path_not_allowed")
+        raise invalid("lora_path", "the directory must lie below the server's --allowed-lora-path", "path_not_allowed")
     return found
 
 
@@ -504,7 +503,7 @@ async def _prompt(context: ServerContext, body: PinRequest, info: ModelInfo) -> 
     )
     prompts = await completion_prompts(context, given, info)
     if len(prompts) != 1:
-        raise InvalidRequestError(f"prompt: {len(prompts)} prompts; a pin has one", param="prompt")
+        raise invalid("prompt", f"{len(prompts)} prompts; a pin has one")
     return prompts[0]
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.client.engine_client import EngineClient, EngineState
 from penstock.client.input_processor import assigned_seed
-from penstock.errors import EngineDeadError, InvalidRequestError
+from penstock.errors import EngineDeadError, invalid
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 
@@ -81,9 +81,9 @@ def read_input(path: str) -> list[Line]:
             lines.append(line)
     if wrong:
         shown = "; ".join(wrong[:MAX_SHOWN]) + ("; ..." if len(wrong) > MAX_SHOWN else "")
-        raise InvalidRequestError(f"input_file: {path}: {shown}", param="input_file")
+        raise invalid("input_file", f"{path}: {shown}")
     if not lines:
-        raise InvalidRequestError(f"input_file: {path} has no requests", param="input_file")
+        raise invalid("input_file", f"{path} has no requests")
     return lines
 
 
@@ -93,15 +93,14 @@ def _reading(path: str, param: str) -> Iterator[IO[bytes]]:
         with open(path, "rb") as file:
             yield file
     except OSError as error:
-        raise InvalidRequestError(f"{param}: {path}: {error.strerror}", param=param) from error
+        raise invalid(param, f"{path}: {error.strerror}") from error
 
 
 def _lines(file: IO[bytes], path: str, param: str) -> Iterator[bytes]:
     """Yield the lines of a file. Raise InvalidRequestError for a line that is too long to be a request or an answer."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         if len(line) > MAX_LINE_BYTES:
-            message = f"{param}: {path} has a line of more than {MAX_LINE_BYTES >> 20} MiB"
-            raise InvalidRequestError(message, param=param)
+            raise invalid(param, f"{path} has a line of more than {MAX_LINE_BYTES >> 20} MiB")
         yield line
 
 
@@ -121,7 +120,7 @@ class Output:
             mode = "a+b" if self._is_regular else "wb"
             self._file: IO[bytes] = open(path, mode)  # noqa: SIM115  # open during the run
         except OSError as error:
-            raise InvalidRequestError(f"output_file: {path}: {error.strerror}", param="output_file") from error
+            raise invalid("output_file", f"{path}: {error.strerror}") from error
         if not self._is_regular:
             return
         try:
@@ -138,7 +137,7 @@ class Output:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InvalidRequestError(f"output_file: {path}: another run is writing it", param="output_file") from None
+            raise invalid("output_file", f"{path}: another run is writing it") from None
 
     def _read(self, path: str) -> int:
         """Record the ids of the complete lines, and return the offset at which the last of them ends."""
@@ -152,8 +151,8 @@ class Output:
                 line = json.loads(text)
                 self.done[line["custom_id"]] = line["response"]["status_code"] == 200
             except (ValueError, KeyError, TypeError, RecursionError):
-                message = f"output_file: {path} exists, and is not the output of a batch; give another name"
-                raise InvalidRequestError(message, param="output_file") from None
+                message = f"{path} exists, and is not the output of a batch; give another name"
+                raise invalid("output_file", message) from None
             end += len(text)
         return end
 

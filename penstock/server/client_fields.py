@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from penstock.errors import InvalidRequestError, NotSupportedError, shown
+from penstock.errors import InvalidRequestError, NotSupportedError, shown, unsupported
 from penstock.tokenizer.tokenizer import effort_variables, verbosity_variables
 
 if TYPE_CHECKING:
@@ -245,4 +245,4 @@ def _refusal(name: str, value: Any) -> InvalidRequestError:
     if name in UNSUPPORTED and UNSUPPORTED[name].instead:
         message = f"{name}: {shown(value)} is not supported; {UNSUPPORTED[name].instead}"
         return InvalidRequestError(message, param=name, code="not_supported")
-    return NotSupportedError(f"{name}: {shown(value)} is not supported; this is not built yet", param=name)
+    return unsupported(name, f"{shown(value)} is not supported; this is not built yet")

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.client.input_processor import PromptRequest, check_num_tokens, pair_request
-from penstock.errors import InvalidRequestError, RequestFailedError, check_ids, check_int, fail
+from penstock.errors import RequestFailedError, check_ids, check_int, fail, invalid
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.pooling import PoolingParams, cosine
@@ -181,8 +181,7 @@ async def create_scores(request: Request) -> Response:
     body = await read_body(request, ScoreRequest)
     first, second = ([item] if isinstance(item, str) else item for item in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
-        message = f"text_1: has {len(first)} texts and text_2 {len(second)}; give one, or as many as text_2 has"
-        raise InvalidRequestError(message, param="text_1")
+        raise invalid("text_1", f"has {len(first)} texts and text_2 {len(second)}; give one, or as many as text_2 has")
 
     def answer(scores: list[float]) -> dict[str, Any]:
         return _list({"index": index, "object": "score", "score": score} for index, score in enumerate(scores))
@@ -301,10 +300,9 @@ async def _prompts(
 def _check_count(fields: dict[str, Texts]) -> None:
     for name, listed in fields.items():
         if not listed:
-            raise InvalidRequestError(f"{name}: give at least one text", param=name)
+            raise invalid(name, "give at least one text")
         if len(listed) > MAX_INPUTS:
-            message = f"{name}: {len(listed)} texts are too many; at most {MAX_INPUTS} are allowed in a call"
-            raise InvalidRequestError(message, param=name)
+            raise invalid(name, f"{len(listed)} texts are too many; at most {MAX_INPUTS} are allowed in a call")
 
 
 async def _ids(
@@ -331,7 +329,7 @@ async def _ids(
         if params.prompt_name is not None:
             raise fail("prompt_name", params.prompt_name, "absent: a prompt goes before a text, not before token ids")
     if not ids:
-        raise InvalidRequestError(f"{name}: a text has no tokens", param=name)
+        raise invalid(name, "a text has no tokens")
     check_num_tokens(name, len(ids), info.max_model_len, is_pooled=True)
     return ids
 

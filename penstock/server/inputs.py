@@ -23,14 +23,15 @@ from starlette.requests import Request
 from penstock.client.input_processor import PromptRequest, check_num_tokens, check_salt
 from penstock.errors import (
     InvalidRequestError,
-    NotSupportedError,
     check_bool,
     check_ids,
     check_int,
     check_nesting,
     check_str,
     fail,
+    invalid,
     shown,
+    unsupported,
 )
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import MAX_LOGPROBS, MAX_TOKENS, RequestOutputKind, SamplingParams, fields_of
@@ -108,8 +109,7 @@ async def completion_prompts(context: ServerContext, body: CompletionRequest, in
     if len(items) * body.num_choices > limit:
         name = "n" if len(items) == 1 else "prompt"
         many = f"{len(items)} prompts times n = {body.num_choices}"
-        message = f"{name}: {many} are too many; at most {limit} choices per call"
-        raise InvalidRequestError(message, param=name)
+        raise invalid(name, f"{many} are too many; at most {limit} choices per call")
     for item in items:
         if not isinstance(item, str):
             _check_ids(item, info, is_cut=is_cut)
@@ -142,7 +142,7 @@ async def between(
     fill_in = fill_in_of(context.tokenizer())
     if fill_in is None or not isinstance(prompt, str):
         what = "this model's tokenizer has no tokens for filling in" if fill_in is None else "the prompt must be a text"
-        raise InvalidRequestError(f"suffix: {what}", param="suffix")
+        raise invalid("suffix", what)
     check_prompt_length(prompt + suffix, info.max_model_len)
     work = partial(fill_in.prompt, context.tokenizer(), prompt, suffix, **options)
     size = sum(len(text) for _, text in options.get("files", ()))
@@ -250,7 +250,7 @@ async def _encode(
     check_prompt_length(text, info.max_model_len, param=param)
     ids = await encode(context, prompt, add_special_tokens=add_special_tokens, total=total)
     if not ids:
-        raise InvalidRequestError(f"{param}: the text has no tokens", param=param)
+        raise invalid(param, "the text has no tokens")
     if not is_cut:
         check_num_tokens(param, len(ids), info.max_model_len)
     return ids
@@ -269,8 +269,7 @@ async def render(
     """
     messages, kwargs = body.messages or [], body.chat_template_kwargs or {}
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        message = f"messages: {len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}"
-        raise InvalidRequestError(message, param="messages")
+        raise invalid("messages", f"{len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}")
     turns = [_turn(message) for message in messages]
     options: dict[str, Any] = {"tools": [tool.as_shown() for tool in tools or ()], "documents": documents}
     if kwargs:
@@ -279,7 +278,7 @@ async def render(
     implied = _implied(context, body)
     if contradicted := [name for name in implied if given.get(name, implied[name]) != implied[name]]:
         param = "reasoning_effort" if getattr(body, contradicted[0], None) is None else contradicted[0]
-        raise InvalidRequestError(f"{param}: {KWARGS} has another {contradicted[0]}", param=param)
+        raise invalid(param, f"{KWARGS} has another {contradicted[0]}")
     options["template_kwargs"] = {**(context.options.default_chat_template_kwargs or {}), **implied, **given}
     for name, value in (("messages", turns), ("tools", options["tools"]), ("documents", documents), (KWARGS, given)):
         check_nesting(name, value)
@@ -301,7 +300,7 @@ def _implied(context: ServerContext, body: ChatRequest) -> dict[str, Any]:
         reasons = reasoning_format_of(text, context.options.reasoning_parser) is not None
         switch = switch_variables(template, enable_thinking=body.enable_thinking, reasons=reasons)
         if {**switch, **implied} != {**implied, **switch}:
-            raise InvalidRequestError("enable_thinking: reasoning_effort says otherwise", param="enable_thinking")
+            raise invalid("enable_thinking", "reasoning_effort says otherwise")
         implied |= switch
     return implied if verbosity is None else implied | verbosity_variables(template, verbosity)
 
@@ -309,8 +308,7 @@ def _implied(context: ServerContext, body: ChatRequest) -> dict[str, Any]:
 def _turn(message: Message) -> dict[str, Any]:
     """Convert a message for the template. The role `developer` becomes `system`, the name that templates know."""
     if message.role == "function" or message.function_call is not None:
-        text = "messages: the role function is only supported by chat completions; its newer name is tool"
-        raise NotSupportedError(text, param="messages")
+        raise unsupported("messages", "the role function is only supported by chat completions; its newer name is tool")
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     turn["content"] = to_builtins(message.content)
     for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
@@ -353,12 +351,12 @@ def completion_params(body: CompletionRequest, info: ModelInfo) -> SamplingParam
     if body.max_tokens == 0:
         for name, is_wrong in (("max_tokens", not body.echo), ("use_beam_search", body.use_beam_search)):
             if is_wrong:
-                raise InvalidRequestError(f"{name}: max_tokens 0 needs echo, and no beam search", param=name)
+                raise invalid(name, "max_tokens 0 needs echo, and no beam search")
         check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
         own["max_tokens"] = 1
     if body.echo and body.logprobs is not None:
         if body.use_beam_search:
-            raise InvalidRequestError("echo: not allowed with logprobs and use_beam_search", param="echo")
+            raise invalid("echo", "not allowed with logprobs and use_beam_search")
         check_int("logprobs", body.logprobs, -1, MAX_LOGPROBS)
         own["prompt_logprobs"] = max(num_top(body.logprobs), num_top(body.prompt_logprobs))
     return sampling_params(body, info, own, streams=bool(body.stream))
@@ -389,7 +387,7 @@ def num_top(count: int | None) -> int:
 def check_listed(body: CompletionRequest | ChatRequest) -> None:
     """Raise InvalidRequestError for ids whose log-probabilities the answer would not show."""
     if body.logprob_token_ids and body.logprobs in (None, False):
-        raise InvalidRequestError("logprob_token_ids: only allowed with logprobs", param="logprob_token_ids")
+        raise invalid("logprob_token_ids", "only allowed with logprobs")
 
 
 def sampling_params(body: Body, info: ModelInfo, own: dict[str, Any], *, streams: bool) -> SamplingParams:
@@ -429,7 +427,7 @@ def form_of(body: Any) -> StructuredOutputsParams | None:
     forms = {name: form for name, value in _given(body) if (form := _read(name, value)) is not None}
     if len(forms) > 1:
         first, second = list(forms)[:2]
-        raise InvalidRequestError(f"{second}: not allowed with {first}, which gives a form too", param=second)
+        raise invalid(second, f"not allowed with {first}, which gives a form too")
     return next(iter(forms.values()), None)
 
 
@@ -463,7 +461,7 @@ def naming(field: str) -> Iterator[None]:
         if error.param != FIELD or field == FIELD:
             raise
         _, _, reason = error.message.partition(": ")
-        raise InvalidRequestError(f"{field}: {reason}", param=field, code=error.code) from None
+        raise invalid(field, f"{reason}", error.code) from None
 
 
 def _of_text(value: Any) -> StructuredOutputsParams | None:
@@ -601,8 +599,7 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     """
     is_raw = context.options.tool_call_parser == "none" and not _constrains(body)
     if body.offered and rules.tool_format is None and not is_raw:
-        message = "tools: how this model calls them is not known; start the server with --tool-call-parser"
-        raise NotSupportedError(message, param="tools")
+        raise unsupported("tools", "how this model calls them is not known; start the server with --tool-call-parser")
     if params.thinking_token_budget not in (None, -1) and rules.reasoning is not None:
         find = partial(thinking_ids, rules.reasoning, context.tokenizer(), is_thinking=rules.is_thinking)
         params = params.settled(thinking_token_ids=await asyncio.to_thread(find))
@@ -637,7 +634,7 @@ def _refusal(error: InvalidRequestError, lines: list[str], functions: Sequence[F
     place = SCHEMA_AT.search(error.message)
     rule = None if place is None else RULE.match(lines[int(place[1]) - 1])
     if place is None or rule is None:
-        return InvalidRequestError(f"tools: they cannot be enforced: {error.message}", param="tools", code=error.code)
+        return invalid("tools", f"they cannot be enforced: {error.message}", error.code)
     reason = re.split(r"\s+\d+ \| ", place[2])[0]
     message = f"tools: the parameters of {functions[int(rule[1])].name} cannot be enforced: {reason}"
     return InvalidRequestError(message, param="tools")
@@ -655,10 +652,8 @@ def _answer_schema(form: StructuredOutputsParams | None, body: ChatRequest) -> s
     if form is None:
         return None
     if form.json is None and not form.json_object:
-        message = (
-            "structured_outputs: with tools only json and json_object are allowed; tool_choice none leaves them out"
-        )
-        raise InvalidRequestError(message, param="structured_outputs")
+        message = "with tools only json and json_object are allowed; tool_choice none leaves them out"
+        raise invalid("structured_outputs", message)
     if body.must_call:
         return None
     schema = {"type": "object"} if form.json is None else json.loads(str(form.json))

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from penstock.errors import EngineError, InvalidRequestError
+from penstock.errors import EngineError, invalid
 from penstock.interface.files import open_regular
 
 MAGIC = b"PENSTOCK JOURNAL 1\n"
@@ -124,7 +124,7 @@ class Journal:
                 os.close(self._file)
                 raise
         except OSError as error:
-            raise InvalidRequestError(f"journal: {self.path}: {error.strerror or error}", param="journal") from error
+            raise invalid("journal", f"{self.path}: {error.strerror or error}") from error
 
     @property
     def num_bytes(self) -> int:
@@ -135,7 +135,7 @@ class Journal:
         with open(self._file, "rb", closefd=False) as file:
             data = file.read()
         if not MAGIC.startswith(data[: len(MAGIC)]):
-            raise InvalidRequestError(f"journal: {self.path} is not a journal of Penstock", param="journal")
+            raise invalid("journal", f"{self.path} is not a journal of Penstock")
         content = unpack(data)
         if content.damage or len(data) < len(MAGIC):
             for offset, size in content.damage:
@@ -300,8 +300,7 @@ def _lock(file: int, path: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        message = f"journal: {path} is in use by another server; give each server a journal of its own"
-        raise InvalidRequestError(message, param="journal") from None
+        raise invalid("journal", f"{path} is in use by another server; give each server a journal of its own") from None
 
 
 def _write_all(file: int, data: bytes) -> None:

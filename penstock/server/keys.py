@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, invalid
 from penstock.interface.files import open_regular
 from penstock.server.accounts import Account, KeyRules
 
@@ -166,4 +166,4 @@ def _line_of(text: str, name: str, field: str) -> int:
 
 
 def _wrong(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"api_key_file: {message}", param="api_key_file")
+    return invalid("api_key_file", message)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import msgspec
 
-from penstock.errors import InvalidRequestError, check_float, check_int, fail
+from penstock.errors import InvalidRequestError, check_float, check_int, fail, invalid
 from penstock.interface.sampling_params import MAX_CHOICES, TYPES, fields_of, unknown_field
 from penstock.server.client_fields import strip_unsupported
 from penstock.tokenizer.answers import Function
@@ -115,7 +115,7 @@ class ToolCall(Strict, kw_only=True, frozen=True):
 def check_tools(tools: list[Tool] | None) -> None:
     """Raise InvalidRequestError for too many tools, a bad or repeated name, or parameters that are no object schema."""
     if len(tools or ()) > MAX_TOOLS:
-        raise InvalidRequestError(f"tools: {len(tools or ())} are too many; at most {MAX_TOOLS}", param="tools")
+        raise invalid("tools", f"{len(tools or ())} are too many; at most {MAX_TOOLS}")
     names: set[str] = set()
     for index, tool in enumerate(tools or ()):
         function, place = tool.function, f"tools[{index}].function"
@@ -240,22 +240,20 @@ class GenerationRequest(ComputingRequest, kw_only=True, frozen=True):
             check_int("best_of", self.best_of, max(self.n or 1, 1), MAX_CHOICES)
             for name in ("stream", "use_beam_search"):
                 if getattr(self, name) and self.best_of > (self.n or 1):
-                    raise InvalidRequestError(f"best_of: more than n is not allowed with {name}", param="best_of")
+                    raise invalid("best_of", f"more than n is not allowed with {name}")
         if self.repeat_penalty is not None and getattr(self, "repetition_penalty", None) is not None:
-            message = "repeat_penalty: not allowed with repetition_penalty, its name here"
-            raise InvalidRequestError(message, param="repeat_penalty")
+            raise invalid("repeat_penalty", "not allowed with repetition_penalty, its name here")
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
+            raise invalid("stream_options", "only allowed with stream: true")
         if self.resumable and not self.stream:
-            raise InvalidRequestError("resumable: only allowed with stream: true", param="resumable")
+            raise invalid("resumable", "only allowed with stream: true")
         if self.resumable and self.use_beam_search:
-            message = "resumable: not allowed with use_beam_search: the answer comes at the end, and as a whole"
-            raise InvalidRequestError(message, param="resumable")
+            raise invalid("resumable", "not allowed with use_beam_search: the answer comes at the end, and as a whole")
         if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequestError("prompt_logprobs: not available with stream: true", param="prompt_logprobs")
+            raise invalid("prompt_logprobs", "not available with stream: true")
         if self.resumable and self.timeline:
-            message = "timeline: not allowed with resumable: such a stream has the same bytes whenever it is computed"
-            raise InvalidRequestError(message, param="timeline")
+            message = "not allowed with resumable: such a stream has the same bytes whenever it is computed"
+            raise invalid("timeline", message)
         super().check()
 
     @property
@@ -286,7 +284,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     def check(self) -> None:
         super().check()
         if self.suffix and self.echo:
-            raise InvalidRequestError("suffix: not allowed with echo: the answer ends no text", param="suffix")
+            raise invalid("suffix", "not allowed with echo: the answer ends no text")
 
 
 class ContentPart(Strict, kw_only=True, frozen=True):
@@ -348,10 +346,9 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         self.check_tools()
         check_calls(self.messages)
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError("top_logprobs: only allowed with logprobs: true", param="top_logprobs")
+            raise invalid("top_logprobs", "only allowed with logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            message = "max_completion_tokens: differs from max_tokens, its older name; give one of them"
-            raise InvalidRequestError(message, param="max_completion_tokens")
+            raise invalid("max_completion_tokens", "differs from max_tokens, its older name; give one of them")
 
     def with_tools(self) -> "ChatRequest":
         """Write the functions of the older API as tools, and their calls and results as those of tools. `functions`
@@ -360,7 +357,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         if not self.functions and not in_turns and not isinstance(self.function_call, FunctionName):
             return self
         if self.tools is not None or self.tool_choice is not None:
-            raise InvalidRequestError("functions: not allowed with tools, their newer name", param="functions")
+            raise invalid("functions", "not allowed with tools, their newer name")
         messages: list[Message] = []
         call_id = None
         for index, turn in enumerate(self.messages):
@@ -408,12 +405,12 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         check_tools(self.tools)
         known = {tool.function.name for tool in self.tools or ()}
         if not known and self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequestError("tool_choice: there are no tools to choose from", param="tool_choice")
+            raise invalid("tool_choice", "there are no tools to choose from")
         for name in [] if self.tool_choice == "none" else self.callable_names:
             if name not in known:
                 raise fail("tool_choice", name, f"the name of one of the tools: {', '.join(sorted(known))[:200]}")
         if known and self.tool_choice != "none" and not self.callable_names:
-            raise InvalidRequestError("tool_choice: allowed_tools lists no tool", param="tool_choice")
+            raise invalid("tool_choice", "allowed_tools lists no tool")
 
 
 class PromptOrMessages(Strict, kw_only=True, frozen=True):
@@ -430,10 +427,10 @@ class PromptOrMessages(Strict, kw_only=True, frozen=True):
     def check(self) -> None:
         """Raise InvalidRequestError unless a body has either a prompt, or messages and what is rendered with them."""
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("prompt: give either prompt or messages", param="prompt")
+            raise invalid("prompt", "give either prompt or messages")
         for name in ("tools", "chat_template_kwargs", "continue_final_message"):
             if self.messages is None and getattr(self, name, None):
-                raise InvalidRequestError(f"{name}: only with messages: a prompt is not rendered", param=name)
+                raise invalid(name, "only with messages: a prompt is not rendered")
 
 
 class PinRequest(PromptOrMessages, kw_only=True, frozen=True):

@@ -15,10 +15,10 @@ from typing import Any
 from penstock.errors import (
     LOG_LEVELS,
     Interval,
-    InvalidRequestError,
     check_options,
     check_str,
     fail,
+    invalid,
     option,
     string_tuple,
 )
@@ -49,7 +49,7 @@ def _some_names(name: str, value: Any) -> tuple[str, ...]:
 def _key(name: str, value: Any) -> str:
     check_str(name, value)
     if not (value.isascii() and value.isprintable()):
-        raise InvalidRequestError(f"{name}: only printable ASCII characters can be sent in a header", param=name)
+        raise invalid(name, "only printable ASCII characters can be sent in a header")
     return str(value)
 
 
@@ -316,5 +316,5 @@ class ServerOptions:
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
         except OSError as error:  # ssl.SSLError is one; with a password of its own, the key cannot be read
             files = " and ".join(file for file in (self.ssl_certfile, self.ssl_keyfile) if file)
-            message = f"ssl_certfile: {files} cannot be used: {getattr(error, 'strerror', None) or error}"
-            raise InvalidRequestError(message, param="ssl_certfile") from None
+            message = f"{files} cannot be used: {getattr(error, 'strerror', None) or error}"
+            raise invalid("ssl_certfile", message) from None

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.client.input_processor import PromptRequest
-from penstock.errors import InvalidRequestError, PenstockError
+from penstock.errors import PenstockError, invalid
 from penstock.interface.messages import ModelInfo
 from penstock.interface.sampling_params import RequestOutputKind, SamplingParams
 from penstock.server.api_errors import ApiError
@@ -45,8 +45,7 @@ async def keep(
     context = context_of(request)
     log = log_of(request)
     if len(prompts) * params.n >= MAX_LANES:
-        message = f"resumable: at most {MAX_LANES - 1} choices, prompts times n, can be continued"
-        raise InvalidRequestError(message, param="resumable")
+        raise invalid("resumable", f"at most {MAX_LANES - 1} choices, prompts times n, can be continued")
     begun = Begun(
         id=call_id,
         kind=kind,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from penstock.errors import InvalidRequestError, invalid, missing, shown
+from penstock.errors import invalid, missing, shown
 from penstock.interface.outputs import RequestOutput
 from penstock.interface.timeline import Arrivals, Interval, IntervalKind, RequestMetrics, Timeline
 from penstock.server.accounts import Lease
@@ -356,8 +356,7 @@ class Tracing:
 
     def __init__(self, endpoint: str) -> None:
         if not endpoint.startswith(("http://", "https://")):
-            message = f"otlp_traces_endpoint: must be an http:// or https:// URL, not {endpoint!r}"
-            raise InvalidRequestError(message, param="otlp_traces_endpoint")
+            raise invalid("otlp_traces_endpoint", f"must be an http:// or https:// URL, not {endpoint!r}")
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import InvalidRequestError, NotSupportedError, check_ids
+from penstock.errors import check_ids, invalid, unsupported
 from penstock.interface.messages import ModelInfo
 from penstock.server.context import ServerContext, context_of, json_response, model_of, read_body
 from penstock.server.inputs import decode, encode, render
@@ -44,13 +44,12 @@ class TokenizeRequest(PromptOrMessages, kw_only=True, frozen=True):
 
     def check(self) -> None:
         if self.parse_special is False:
-            message = "parse_special: false is not supported; the texts of special tokens are these tokens"
-            raise NotSupportedError(message, param="parse_special")
+            raise unsupported("parse_special", "false is not supported; the texts of special tokens are these tokens")
         if self.content is None:
             return super().check()
         for name in ("prompt", "messages", "tools", "chat_template_kwargs", "continue_final_message"):
             if getattr(self, name):
-                raise InvalidRequestError(f"{name}: not allowed with content, which is a prompt, too", param=name)
+                raise invalid(name, "not allowed with content, which is a prompt, too")
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -93,7 +92,7 @@ async def create_text(request: Request) -> Response:
     info = context.info()
     limit = MAX_CHARS_PER_TOKEN * info.max_model_len
     if len(body.tokens) > limit:
-        raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many; at most {limit}", param="tokens")
+        raise invalid("tokens", f"{len(body.tokens)} are too many; at most {limit}")
     check_ids("tokens", body.tokens, info.vocab_size)
     text = await decode(context, body.tokens)
     return json_response({"prompt": text, "content": text})  # vLLM's name and llama.cpp's

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.errors import NotSupportedError, fail, invalid, shown
+from penstock.errors import NotSupportedError, fail, invalid, shown, unsupported
 from penstock.tokenizer.template_variables import KWARGS, check_template_kwargs
 
 if TYPE_CHECKING:  # keeps Jinja and the library out of processes that only talk to an engine
@@ -142,7 +142,7 @@ def text_of_content(content: Any, role: str) -> str:
 def _text_of_part(part: Any) -> str:
     fields = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
     if isinstance(fields.get("type"), str) and fields["type"] in PLANNED_PARTS:
-        raise NotSupportedError(f"messages: parts of type {fields['type']} are not built yet", param="messages")
+        raise unsupported("messages", f"parts of type {fields['type']} are not built yet")
     fields.pop("cache_control", None)  # of clients of Anthropic's API: prefixes are cached without it
     if set(fields) != {"type", "text"} or fields["type"] != "text" or not isinstance(fields["text"], str):
         raise fail("messages", part, 'a part of the content like {"type": "text", "text": "..."}')
@@ -267,8 +267,8 @@ def switch_variables(template: "ChatTemplate | None", *, enable_thinking: bool, 
     if template is not None and _is_read(template.text, "enable_thinking"):
         return {"enable_thinking": enable_thinking}
     if enable_thinking is not reasons:
-        text = f"enable_thinking: {enable_thinking} is not supported; the model's chat template has no such switch"
-        raise NotSupportedError(text, param="enable_thinking")
+        text = f"{enable_thinking} is not supported; the model's chat template has no such switch"
+        raise unsupported("enable_thinking", text)
     return {}
 
 
@@ -281,8 +281,8 @@ def verbosity_variables(template: "ChatTemplate | None", verbosity: str) -> dict
     if template is not None and _is_read(template.text, "verbosity"):
         return {"verbosity": verbosity}
     if verbosity != "medium":
-        text = f"verbosity: the model's chat template has no levels of verbosity: {verbosity} would change nothing"
-        raise NotSupportedError(text, param="verbosity")
+        text = f"the model's chat template has no levels of verbosity: {verbosity} would change nothing"
+        raise unsupported("verbosity", text)
     return {}
 
 

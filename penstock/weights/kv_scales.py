@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, ModelLoadError, fail, shown
+from penstock.errors import ModelLoadError, fail, invalid, shown
 from penstock.kernels.metadata import KVScales
 from penstock.kernels.tensors import FLOAT32, Array, rounded
 from penstock.spec.model_config import ModelConfig
@@ -61,7 +61,7 @@ def read_kv_scales(file: Path, shapes: Sequence[tuple[int, int]]) -> tuple[KVSca
             return _read_checkpoint(file, shapes)
         return _read_layers(file, shapes)
     except ModelLoadError as error:
-        raise InvalidRequestError(f"kv_cache_scales: {error}", param="kv_cache_scales") from error
+        raise invalid("kv_cache_scales", str(error)) from error
 
 
 def _read_layers(file: Path, shapes: Sequence[tuple[int, int]]) -> tuple[KVScales, ...]:

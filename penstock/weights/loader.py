@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config import EngineConfig
-from penstock.errors import ModelLoadError, NotSupportedError, check_choice, check_installed, listed
+from penstock.errors import ModelLoadError, NotSupportedError, check_choice, check_installed, listed, unsupported
 from penstock.kernels.backends import load_ops
 from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.host import pinned_cores
@@ -162,9 +162,7 @@ def open_stored(
     if merge_lora is not None:
         base = open_stored(directory, model_config, load_format, is_complete=is_complete)
         if base.packed is not None:
-            raise NotSupportedError(
-                "merge_lora: packed weights cannot be changed; use the checkpoint", param="merge_lora"
-            )
+            raise unsupported("merge_lora", "packed weights cannot be changed; use the checkpoint")
         return replace(base, source=open_reader(model_config, base.source).merged(Path(merge_lora)))
     if load_format != "auto" or not (is_complete or has_weights(directory)):
         described = None if load_format == "mock" else model_config.quantization

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from penstock.config import NumericsConfig
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, invalid
 from penstock.kernels.coding import Coding
 from penstock.kernels.cpu.library import best_level, why_missing
 from penstock.kernels.ops import Ops
@@ -166,9 +166,7 @@ def fit(numerics: NumericsConfig, directory: Path) -> tuple[NumericsConfig, dict
     if file is None:
         return numerics, {}
     if best_level() is None:
-        raise InvalidRequestError(
-            f"kernels: the directory's packed weights need the native kernels; {why_missing()}", param="kernels"
-        )
+        raise invalid("kernels", f"the directory's packed weights need the native kernels; {why_missing()}")
     info = read_info(file)
     scheme = _asked_scheme(numerics, info)
     kernels = "cpu" if numerics.kernels == "auto" else numerics.kernels
@@ -196,9 +194,8 @@ def check_fit(info: PackedInfo, kernels: str, dtype: str, scheme: Scheme | None)
         InvalidRequestError: they cannot; `param` names the option.
     """
     if kernels != "cpu":
-        raise InvalidRequestError(
-            f"kernels: {kernels!r} cannot read packed weights; use cpu, or the checkpoint they were made from",
-            param="kernels",
+        raise invalid(
+            "kernels", f"{kernels!r} cannot read packed weights; use cpu, or the checkpoint they were made from"
         )
     if dtype != info.dtype:
         raise _unfit("dtype", dtype, info)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import InvalidRequestError
-from penstock.errors import check_choice, check_float, check_int, one_line
+from penstock.errors import check_choice, check_float, check_int, invalid, one_line
 from penstock.spec.config_file import CONFIG, read_config
 from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
 from penstock.weights.hub import resolve_model
@@ -58,9 +58,7 @@ class Dataset:
         check_int("prefix_len", self.prefix_len, 0, 10**6)
         check_int("num_prefixes", self.num_prefixes, 1, 10**6)
         if (self.name == "sharegpt") != (self.path is not None):
-            raise InvalidRequestError(
-                "dataset_path: --dataset-name sharegpt needs it, and no other dataset takes it", param="dataset_path"
-            )
+            raise invalid("dataset_path", "--dataset-name sharegpt needs it, and no other dataset takes it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,7 @@ class Vocabulary:
         self._path = resolve_model(model, weights=False)
         size = read_config(self._path).get("vocab_size")
         if not isinstance(size, int) or size < 1:
-            raise InvalidRequestError(f"model: {self._path / CONFIG} has no vocab_size", param="model")
+            raise invalid("model", f"{self._path / CONFIG} has no vocab_size")
         self.size = size
         self._tokenizer: HFTokenizer | None = None
 
@@ -164,8 +162,7 @@ def _from_conversations(
         if len(samples) == count:
             return samples
     if not samples:
-        message = f"dataset_path: {dataset.path}: no conversation has two turns of a fitting length"
-        raise InvalidRequestError(message, param="dataset_path")
+        raise invalid("dataset_path", f"{dataset.path}: no conversation has two turns of a fitting length")
     return [samples[index % len(samples)] for index in range(count)]
 
 
@@ -198,4 +195,4 @@ def _text(turn: Any) -> str:
 
 
 def _refused(path: Path, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"dataset_path: {path} {reason}", param="dataset_path")
+    return invalid("dataset_path", f"{path} {reason}")

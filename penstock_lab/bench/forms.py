@@ -16,14 +16,13 @@ from penstock import (
     EngineConfig,
     EngineError,
     FinishReason,
-    InvalidRequestError,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
 from penstock.assembly import build_engine
 from penstock.client.step_client import InProcessClient
-from penstock.errors import check_int
+from penstock.errors import check_int, invalid
 from penstock.interface.messages import ModelInfo
 from penstock_lab.bench.machine import Progress
 
@@ -118,8 +117,8 @@ def _run(
             if output.error is not None:
                 raise EngineError(f"a request failed, so nothing was measured: {output.error}")
             if any(choice.finish_reason is FinishReason.STOP for choice in output.outputs):
-                message = f"json_schema_file: an answer was complete before {output_len} tokens; require longer answers"
-                raise InvalidRequestError(message, param="json_schema_file")
+                message = f"an answer was complete before {output_len} tokens; require longer answers"
+                raise invalid("json_schema_file", message)
         if outputs and run.first_token_s:
             run.steps.append(now - step_began)
         elif outputs:

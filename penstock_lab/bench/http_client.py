@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from penstock import InvalidRequestError
+from penstock.errors import invalid
 
 
 @dataclass(slots=True)
@@ -105,15 +105,13 @@ class HttpClient:
         except ValueError:
             url, port = urlsplit(""), None
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise InvalidRequestError(
-                f"base_url: {base_url!r} is not a URL like http://127.0.0.1:8000", param="base_url"
-            )
+            raise invalid("base_url", f"{base_url!r} is not a URL like http://127.0.0.1:8000")
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._address = url.hostname, port or (443 if self._tls else 80)
         self._path = url.path.rstrip("/")
         named = {"Host": url.netloc.rpartition("@")[2], "Content-Type": "application/json", **headers}
         if any("\r" in text or "\n" in text for item in named.items() for text in item):
-            raise InvalidRequestError("header: a header is one line", param="header")
+            raise invalid("header", "a header is one line")
         self._head = "".join(f"{name}: {value}\r\n" for name, value in named.items()).encode()
         self._idle: list[_Connection] = []
 

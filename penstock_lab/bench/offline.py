@@ -13,7 +13,6 @@ from penstock import (
     EngineConfig,
     EngineError,
     FinishReason,
-    InvalidRequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -22,7 +21,7 @@ from penstock import (
 from penstock.assembly import BuiltEngine, build_engine, plan_engine
 from penstock.client.step_client import InProcessClient
 from penstock.config import TRITON
-from penstock.errors import check_int
+from penstock.errors import check_int, invalid
 from penstock.interface.messages import ModelInfo
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.machine import MachineLimits, Progress
@@ -80,8 +79,7 @@ def measure_offline(
     built = build_engine(config)
     info, cache = built.info, built.config.cache
     if workload.prompt_len + workload.output_len > info.max_model_len:
-        message = f"input_len: prefix_len + input_len + output_len exceed max_model_len = {info.max_model_len}"
-        raise InvalidRequestError(message, param="input_len")
+        raise invalid("input_len", f"prefix_len + input_len + output_len exceed max_model_len = {info.max_model_len}")
     is_split = _is_split(built, profile)
     announce(info)
     meter = SplitMeter(built) if is_split else StepMeter(built, limits)
@@ -126,22 +124,19 @@ def _gpu_limits(config: EngineConfig) -> MachineLimits | None:
 def _is_split(built: BuiltEngine, profile: Profile | None) -> bool:
     """True if several processes compute the model. Their operations cannot be shown."""
     if profile is not None and not isinstance(built.ops, CpuOps):
-        raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
+        raise invalid("profile", f"{NO_LIMITS}")
     parallel = built.config.parallel
     is_split = parallel.num_ranks * parallel.pipeline_parallel_size > 1 and built.config.numerics.load_format != "mock"
     if is_split and profile is not None and profile.shows_operations:
-        message = f"profile: {OTHER_PROCESSES}; leave it out, and --trace draws the stages of a pipeline"
-        raise InvalidRequestError(message, param="profile")
+        raise invalid("profile", f"{OTHER_PROCESSES}; leave it out, and --trace draws the stages of a pipeline")
     return is_split
 
 
 def _check_length(output: RequestOutput, workload: Workload) -> None:
     """Raise InvalidRequestError if an answer is complete too early, because the runs would not be comparable."""
     if any(choice.finish_reason is FinishReason.STOP for choice in output.outputs):
-        message = (
-            f"json_schema_file: an answer was complete before {workload.output_len} tokens; require longer answers"
-        )
-        raise InvalidRequestError(message, param="json_schema_file")
+        message = f"an answer was complete before {workload.output_len} tokens; require longer answers"
+        raise invalid("json_schema_file", message)
 
 
 def _run(client: InProcessClient, meter: Meter, workload: Workload, index: int, advance: Callable[[int], None]) -> Run:

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from penstock import InvalidRequestError
 from penstock.config import TRITON, NumericsConfig
-from penstock.errors import check_choice, check_int, fail
+from penstock.errors import check_choice, check_int, fail, invalid
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.cpu.library import chosen_level
@@ -73,14 +72,11 @@ class Selection:
             self._check_products()
         case_bytes = [case.operand_bytes for case in self.cases()]
         if not case_bytes:
-            message = f"dtype: experts and attention support only {', '.join(attention.DTYPES)} (prefill: bf16)"
-            raise InvalidRequestError(message, param="dtype")
+            raise invalid("dtype", f"experts and attention support only {', '.join(attention.DTYPES)} (prefill: bf16)")
         largest, free = max(case_bytes) + 3 * machine.RING_BYTES, free_memory_bytes()
         if largest > free:
-            message = (
-                f"shape: the largest case needs {largest / 2**20:,.0f} MiB, but only {free / 2**20:,.0f} MiB are free"
-            )
-            raise InvalidRequestError(message, param="shape")
+            message = f"the largest case needs {largest / 2**20:,.0f} MiB, but only {free / 2**20:,.0f} MiB are free"
+            raise invalid("shape", message)
 
     def _check_gpu(self) -> None:
         experts = ["experts"] if "experts" in self.ops and self.ops != OPS else []
@@ -97,10 +93,10 @@ class Selection:
     def _check_products(self) -> None:
         for name, values in (("rows", self.rows), ("shape", [side for shape in self.shapes for side in shape])):
             if not values or min(values) < 1 or max(values) > 2**20:
-                raise InvalidRequestError(f"{name}: numbers must be from 1 to {2**20}", param=name)
+                raise invalid(name, f"numbers must be from 1 to {2**20}")
         if max(k for _, k in self.shapes) > MAX_INTEGER_LEAF and not {"bf16", "f32"}.issuperset(self.dtypes):
-            message = f"shape: k of an integer product is at most {MAX_INTEGER_LEAF}; use --dtype bf16 f32 for more"
-            raise InvalidRequestError(message, param="shape")
+            message = f"k of an integer product is at most {MAX_INTEGER_LEAF}; use --dtype bf16 f32 for more"
+            raise invalid("shape", message)
 
     def cases(self) -> Iterator[Case]:
         if "linear" in self.ops:
@@ -147,8 +143,7 @@ def _on_cpu(selection: Selection) -> tuple[dict[torch.dtype, Any], MachineLimits
     """Make the native backends by type, measure the limits of the machine, and describe both."""
     level = chosen_level()
     if level is None:
-        message = "kernels: the native library is missing; install Penstock with a C++ compiler"
-        raise InvalidRequestError(message, param="kernels")
+        raise invalid("kernels", "the native library is missing; install Penstock with a C++ compiler")
     threads = selection.threads or available_threads()
     torch.set_num_threads(threads)
     backends = {dtype: CpuOps(dtype, threads=threads) for dtype in (torch.bfloat16, torch.float32)}

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock import InvalidRequestError
 from penstock.errors import check_choice, check_float, check_int, invalid, missing
 
 METRICS = {"ttft": "Time to first token", "tpot": "Time per output token (but for the first)",
@@ -226,7 +225,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     try:
         drawn.savefig(path, facecolor="white")
     except (OSError, ValueError) as error:
-        raise InvalidRequestError(f"plot: cannot write {str(path)!r}: {error}", param="plot") from None
+        raise invalid("plot", f"cannot write {str(path)!r}: {error}") from None
 
 
 def picture(results: Sequence[dict[str, Any]]) -> Any:

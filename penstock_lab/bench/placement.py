@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock import EngineConfig, NotSupportedError, RequestFailedError, SamplingParams
+from penstock import EngineConfig, RequestFailedError, SamplingParams
 from penstock.assembly import PlannedEngine
 from penstock.config import CacheConfig, SchedulerConfig
 from penstock.engine.engine import Engine
-from penstock.errors import check_int, fail
+from penstock.errors import check_int, fail, unsupported
 from penstock.interface.messages import EngineRequest
 from penstock.interface.step import CacheGroup, TokenLogprobs
 from penstock.kernels.attention.items import cache_token_bytes
@@ -173,7 +173,7 @@ def _refuse(config: EngineConfig, model: ModelConfig) -> None:
     }
     for name, given in asked.items():
         if given:
-            raise NotSupportedError(f"{name}: simulated chips do not compute it", param=name)
+            raise unsupported(name, "simulated chips do not compute it")
 
 
 @dataclass(slots=True)

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock import LLM, InvalidRequestError
+from penstock import LLM
 from penstock.assembly import BuiltEngine
 from penstock.engine.observer import EngineObserver
+from penstock.errors import invalid
 from penstock.kernels.cpu.ops import CpuOps
 from penstock_lab.bench.meter import StepMeter
 from penstock_lab.bench.profile import NO_LIMITS, Profile
@@ -47,7 +48,7 @@ def profiling(built: BuiltEngine, profile: Profile) -> Iterator[None]:
         InvalidRequestError: the engine's kernels are not the native ones.
     """
     if not isinstance(built.ops, CpuOps):
-        raise InvalidRequestError(f"profile: {NO_LIMITS}", param="profile")
+        raise invalid("profile", f"{NO_LIMITS}")
     meter = StepMeter(built)
     steps = _EveryStep(meter)
     built.engine.observe(steps)

@@ -25,6 +25,7 @@ from penstock.client.records import (
     UsedAdapter,
     unpack_ids,
 )
+from penstock.errors import invalid
 from penstock.interface.step import NO_ADAPTER, BlockCopy, NewRequest, ScheduledRequest, SchedulerOutput
 
 
@@ -154,7 +155,7 @@ def engine_errors(records: list[Record]) -> list[str]:
 
 
 def malformed(why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"bundle: its records are malformed: {why}", param="bundle")
+    return invalid("bundle", f"its records are malformed: {why}")
 
 
 def _finished(step: RecordedStep, record: Computed | StepFailed) -> RecordedStep:
@@ -214,7 +215,7 @@ def read_bundle(path: str) -> Bundle:
                     raise _broken(f"it is larger than {MAX_BYTES} bytes")
         return unpack(data)
     except OSError as error:
-        raise InvalidRequestError(f"bundle: {path}: {error.strerror}", param="bundle") from None
+        raise invalid("bundle", f"{path}: {error.strerror}") from None
     except InvalidRequestError as error:
         raise InvalidRequestError(error.message.replace("bundle:", f"bundle: {path}:", 1), param="bundle") from None
 
@@ -224,4 +225,4 @@ class _Version(msgspec.Struct):
 
 
 def _broken(why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"bundle: {why}", param="bundle")
+    return invalid("bundle", why)

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from penstock import EngineError, InvalidRequestError
-from penstock.errors import check_choice, one_line
+from penstock import EngineError
+from penstock.errors import check_choice, invalid, one_line
 from penstock_lab.bench.datasets import Sample
 from penstock_lab.bench.http_client import HttpClient, HttpResponse
 from penstock_lab.bench.outcomes import Load, Outcome, check_percentiles, figures
@@ -198,7 +198,7 @@ async def measure_serving(
     """
     check_percentiles(percentiles)
     if not samples:
-        raise InvalidRequestError("num_prompts: must be 1 or more", param="num_prompts")
+        raise invalid("num_prompts", "must be 1 or more")
     try:
         await target.find_model()
         for outcome in [await target.ask(samples[index % len(samples)]) for index in range(num_warmups)]:

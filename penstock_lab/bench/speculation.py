@@ -16,11 +16,11 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from penstock import EngineConfig, EngineError, InvalidRequestError, SamplingParams
+from penstock import EngineConfig, EngineError, SamplingParams
 from penstock.assembly import build_engine
 from penstock.engine.engine import Engine
 from penstock.engine.speculation import Speculation
-from penstock.errors import check_choice, check_float, check_int, fail
+from penstock.errors import check_choice, check_float, check_int, fail, invalid
 from penstock.interface.messages import EngineRequest, ModelInfo
 from penstock.interface.step import DraftQuery
 from penstock.weights.hub import MODEL_DIR
@@ -196,7 +196,7 @@ def _run(engine: Engine, prompts: list[list[int]], contest: Contest) -> _Run:
 def _figures(pairs: list[tuple[_Run, _Run]]) -> dict[str, Any]:
     """Compute medians over rounds, and the ratio of the two runs of each round, which are neighbours in time."""
     if not all(run.seconds for pair in pairs for run in pair):
-        raise InvalidRequestError("output_len: it leaves nothing to decode; increase it", param="output_len")
+        raise invalid("output_len", "it leaves nothing to decode; increase it")
     ratios = sorted(plain.seconds / drafted.seconds for plain, drafted in pairs)
     names = ("plain", "drafted")
     speeds = {

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock import InvalidRequestError
+from penstock.errors import invalid
 from penstock.interface.step import SchedulerOutput, StepOutput
 from penstock.runner.model_runner import LocalExecutor, ModelRunner
 from penstock.spec.model_config import ModelConfig
@@ -178,9 +179,9 @@ class Machine:
     def __init__(self, plan: PlacementPlan, model: ModelConfig, hardware: Hardware) -> None:
         """Raise InvalidRequestError if the placement is impossible, or the hardware has no rates."""
         if plan.problems:
-            raise InvalidRequestError(f"placement: {'; '.join(plan.problems)}", param="placement")
+            raise invalid("placement", f"{'; '.join(plan.problems)}")
         if not hardware.has_rates:
-            raise InvalidRequestError(f"hardware: {hardware.name} has no rates", param="hardware")
+            raise invalid("hardware", f"{hardware.name} has no rates")
         self.placement, self.hardware = plan.placement, hardware
         budgets = (plan.placement.sram_per_chip, plan.placement.dram_per_chip)
         self.devices = [Device.of(chip, budgets) for chip in range(plan.placement.chips)]

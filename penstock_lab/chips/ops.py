@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock import NotSupportedError
+from penstock.errors import unsupported
 from penstock.kernels import metadata
 from penstock.kernels.attention.items import first_seen
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, KVCache, own
@@ -193,7 +193,7 @@ class AttentionOnChips(OnInner):
     ) -> Tensor:
         """Attend as Ops specifies, each chip for its own heads and rows. Raise NotSupportedError for `lse`."""
         if lse is not None:
-            raise NotSupportedError("lse: simulated chips do not give it", param="lse")
+            raise unsupported("lse", "simulated chips do not give it")
         placed, group = own(cache, PlacedCache), self._group
         self._make_parts(placed)
         steps, works = self._shares_of(meta, placed)

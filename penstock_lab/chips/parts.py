@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock import InvalidRequestError
 from penstock.config import DEGREES
+from penstock.errors import invalid
 from penstock.kernels.tensors import Array
 from penstock.ranks.sharding import LEAVES
 from penstock.spec.param_table import Parameter, leaf_bounds
@@ -144,7 +145,7 @@ def heads_of(name: str, chips: Sequence[int], kv_heads: int, rows: int) -> list[
     else:
         message = ""
     if message:
-        raise InvalidRequestError(f"placement: {name} cannot be split over {count} chips: {message}", param="placement")
+        raise invalid("placement", f"{name} cannot be split over {count} chips: {message}")
     parts = []
     for index, chip in enumerate(chips):
         heads, place = divmod(index, together)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock import InvalidRequestError
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size, read_schema
-from penstock.cli.terminal import note, saying, show_choices
+from penstock.cli.terminal import check_writable, note, saying, show_choices
 from penstock.client.prompts import progress
-from penstock.errors import check_int, fail
+from penstock.errors import check_int, fail, invalid
 from penstock_lab.cli import bench_serve
 
 DESCRIPTION = "Measure throughput and latency, in this process or of a running server, and the speed of kernels."
@@ -110,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     measure, show = prepare(args)
     to_file = args.json and args.json != "-"
     if to_file:
-        _check_writable("json", args.json)
+        check_writable(Path(args.json), "json")
     result = measure()
     text = json.dumps(result, indent=2)
     if to_file:
@@ -122,14 +121,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_writable(option: str, path: str) -> None:
-    """Raise InvalidRequestError if a file cannot be written, before the run instead of after it."""
-    try:
-        Path(path).open("a").close()
-    except OSError as error:
-        raise InvalidRequestError(f"{option}: cannot write {path!r}: {error.strerror}", param=option) from error
-
-
 def _prepare_offline(args: argparse.Namespace) -> Bench:
     options = engine_options(args)
     given = {name: getattr(args, name) for name in ("dataset", "acceptance", "rounds") if hasattr(args, name)}
@@ -137,16 +128,15 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
         return _prepare_lora(args, options)
     if "speculative_config" in options:
         if args.json_schema_file is not None:
-            message = "json_schema_file: not allowed with speculative_config, whose runs are compared"
-            raise InvalidRequestError(message, param="json_schema_file")
+            raise invalid("json_schema_file", "not allowed with speculative_config, whose runs are compared")
         return _prepare_speculation(args, options, given)
     if args.json_schema_file is not None and set(given) == {"rounds"}:
         return _prepare_forms(args, options)
     if given:
         name = next(iter(given))
-        raise InvalidRequestError(f"{name}: only allowed with --speculative-config", param=name)
+        raise invalid(name, "only allowed with --speculative-config")
     if args.trace:
-        _check_writable("trace", args.trace)
+        check_writable(Path(args.trace), "trace")
     from penstock_lab.bench.offline import Workload, measure_offline
     from penstock_lab.bench.profile import Profile
     from penstock_lab.bench.report import print_offline
@@ -167,7 +157,7 @@ def _prepare_offline(args: argparse.Namespace) -> Bench:
 def _prepare_forms(args: argparse.Namespace, options: dict[str, Any]) -> Bench:
     if args.profile or args.trace:
         name = "trace" if args.trace else "profile"
-        raise InvalidRequestError(f"{name}: not allowed with rounds, whose runs are compared", param=name)
+        raise invalid(name, "not allowed with rounds, whose runs are compared")
     from penstock_lab.bench.forms import FormContest, measure_forms
     from penstock_lab.bench.report import print_forms
 
@@ -187,7 +177,7 @@ def _prepare_lora(args: argparse.Namespace, options: dict[str, Any]) -> Bench:
 def _prepare_speculation(args: argparse.Namespace, options: dict[str, Any], given: dict[str, Any]) -> Bench:
     if args.profile or args.trace:
         name = "trace" if args.trace else "profile"
-        raise InvalidRequestError(f"{name}: not allowed with speculative_config, whose runs are compared", param=name)
+        raise invalid(name, "not allowed with speculative_config, whose runs are compared")
     from penstock_lab.bench.report import print_speculation
     from penstock_lab.bench.speculation import Contest, measure_speculation
 
@@ -202,11 +192,11 @@ def _prepare_ops(args: argparse.Namespace) -> Bench:
     shapes, heads = args.shape, None
     if args.model is not None:
         if shapes:
-            raise InvalidRequestError("shape: give a model or shapes, not both", param="shape")
+            raise invalid("shape", "give a model or shapes, not both")
         shapes, heads = model_operands(args.model)
     if args.op is not None and "linear" not in args.op and (args.rows or args.shape):
         name = "rows" if args.rows else "shape"
-        raise InvalidRequestError(f"{name}: only allowed with --op linear", param=name)
+        raise invalid(name, "only allowed with --op linear")
     given = {"ops": args.op, "dtypes": args.dtype, "rows": args.rows, "threads": args.threads, "device": args.device}
     given |= {"shapes": shapes, "heads": heads}
     selection = Selection(**{name: value for name, value in given.items() if value is not None})

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import InvalidRequestError
 from penstock.cli.options import add_model, parse_object, parse_size
 from penstock.client.prompts import progress
+from penstock.errors import invalid
 
 if TYPE_CHECKING:
     from penstock_lab.bench.datasets import Dataset
@@ -150,7 +150,7 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
     for text in args.header:
         name, equals, value = text.partition("=")
         if not (name and equals):
-            raise InvalidRequestError(f"header: {text!r} is not NAME=VALUE", param="header")
+            raise invalid("header", f"{text!r} is not NAME=VALUE")
         headers[name] = value
     return headers
 
@@ -164,4 +164,4 @@ def _number(option: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InvalidRequestError(f"{option}: {json.dumps(text)} is not a number", param=option) from None
+        raise invalid(option, f"{json.dumps(text)} is not a number") from None

@@ -11,7 +11,7 @@ from penstock.cli.options import UNSET, add_engine_options, engine_options, pars
 from penstock.cli.terminal import handle_signals, note
 from penstock.client.prompts import progress
 from penstock.config import EngineConfig
-from penstock.errors import InvalidRequestError, check_choice, check_int, check_str
+from penstock.errors import check_choice, check_int, check_str, invalid
 from penstock.interface.plugins import import_files
 from penstock.weights.sources import FORMS
 
@@ -70,7 +70,7 @@ def _check_options(args: argparse.Namespace) -> None:
     name = next((name for name in unused if hasattr(args, name)), None)
     if name is not None:
         why = "has one file" if args.to == PACKED else "keeps every bit as it is"
-        raise InvalidRequestError(f"{name}: not allowed with --to {args.to}, which {why}", param=name)
+        raise invalid(name, f"not allowed with --to {args.to}, which {why}")
     check_int("max_shard_size", getattr(args, "max_shard_size", DEFAULT_SHARD_SIZE), 1, 2**50)
 
 

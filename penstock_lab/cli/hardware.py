@@ -4,9 +4,10 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from penstock import EngineConfig, InvalidRequestError
+from penstock import EngineConfig
 from penstock.cli.options import parse_size
 from penstock.config import TRITON
+from penstock.errors import invalid
 from penstock_lab.planner.machines import MAX_DEVICES, Hardware
 from penstock_lab.planner.yaml_file import MAX_BYTES
 
@@ -44,8 +45,7 @@ def check_ranks(config: EngineConfig, hardware: Hardware | None, devices: Device
         return  # the ranks are processes on this machine
     count = devices[0] if devices is not None else hardware.devices if hardware is not None else 1
     if (ranks := config.parallel.num_ranks * config.parallel.pipeline_parallel_size) > count:
-        message = f"devices: {count} are too few for a model that is split over {ranks}; give --devices {ranks}"
-        raise InvalidRequestError(message, param="devices")
+        raise invalid("devices", f"{count} are too few for a model that is split over {ranks}; give --devices {ranks}")
 
 
 def budget_of(config: EngineConfig, hardware: Hardware | None, devices: Devices | None) -> "Budget":

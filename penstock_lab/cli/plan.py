@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import EngineConfig, InvalidRequestError
+from penstock import EngineConfig
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import check_writable, note, saying
+from penstock.errors import invalid
 from penstock_lab.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock_lab.planner.machines import THIS_MACHINE, Hardware, load_hardware, this_file
 
@@ -63,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig.from_options(**engine_options(args))
     for name in ("hidden_size", "micro_batches", "trace"):
         if getattr(args, name) is not None and not args.is_run:
-            raise InvalidRequestError(f"{name}: only allowed with --run", param=name)
+            raise invalid(name, "only allowed with --run")
     # Without --hardware, use the measurement of this machine, if there is one.
     name = THIS_MACHINE if args.hardware is None and this_file().is_file() else args.hardware
     hardware = None if name is None else load_hardware(name)
     elsewhere = hardware if args.hardware not in (None, THIS_MACHINE) else None
     check_ranks(config, elsewhere, args.devices)
     if args.plot is not None and Path(args.plot).suffix not in PICTURES:
-        raise InvalidRequestError(f"plot: {args.plot!r} must end with {' or '.join(PICTURES)}", param="plot")
+        raise invalid("plot", f"{args.plot!r} must end with {' or '.join(PICTURES)}")
     placement = None
     if args.placement is not None:
         from penstock_lab.planner.placement import load_placement
@@ -104,7 +105,7 @@ def _computed(
     from penstock_lab.bench.placement import Trial, run_placement, write_trace
 
     if placement is None or hardware is None:
-        raise InvalidRequestError("run: it needs a --placement, and a --hardware for its times", param="run")
+        raise invalid("run", "it needs a --placement, and a --hardware for its times")
     if args.trace is not None:
         check_writable(Path(args.trace), "trace")
     with saying("penstock: computing the placement ..."):

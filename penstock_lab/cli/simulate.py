@@ -5,11 +5,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock import EngineConfig, InvalidRequestError
+from penstock import EngineConfig
 from penstock.cli.options import add_engine_options, add_model, engine_options, parse_size
 from penstock.cli.terminal import check_writable, handle_signals, note, saying
 from penstock.client.prompts import progress
 from penstock.config import option_names
+from penstock.errors import invalid
 from penstock_lab.cli.bench_serve import add_arrivals, add_dataset, read_dataset
 from penstock_lab.cli.hardware import add_hardware, budget_of, check_ranks
 from penstock_lab.planner.machines import THIS_MACHINE, load_hardware
@@ -135,11 +136,9 @@ def _check_costs(args: argparse.Namespace) -> None:
     """Raise InvalidRequestError for options that contradict each other."""
     for name in ("costs", "save_costs"):
         if args.hardware is not None and getattr(args, name) is not None:
-            raise InvalidRequestError(
-                f"{name}: not allowed with --hardware, whose costs are planned; leave one out", param=name
-            )
+            raise invalid(name, "not allowed with --hardware, whose costs are planned; leave one out")
     if args.devices is not None and args.hardware is None:
-        raise InvalidRequestError("devices: only allowed with --hardware", param="devices")
+        raise invalid("devices", "only allowed with --hardware")
 
 
 def _elsewhere(options: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any]:
@@ -175,7 +174,7 @@ def _changes(args: argparse.Namespace) -> Any:
     for name in given:
         if not any(needed in given for needed in CHANGES[name]):
             needed = " or ".join(f"--{needed.replace('_', '-')}" for needed in CHANGES[name])
-            raise InvalidRequestError(f"{name}: only allowed with {needed}", param=name)
+            raise invalid(name, f"only allowed with {needed}")
     scaling = None
     if args.max_replicas is not None:
         names = {"upscale_delay": "upscale_delay_s", "downscale_delay": "downscale_delay_s"}

@@ -23,7 +23,7 @@ from typing import Any
 
 from penstock import LLM, InvalidRequestError, RequestFailedError, SamplingParams
 from penstock import register_logits_processor as register_logit_processor
-from penstock.errors import check_int, fail
+from penstock.errors import check_int, fail, invalid
 from penstock_lab.compat.colossalai_config import BEAMS, PROCESSORS, InferenceConfig, fields_of, sampling_of
 from penstock_lab.compat.colossalai_policy import (
     ModulePolicyDescription,
@@ -172,7 +172,7 @@ class InferenceEngine:
             ids = _id_lists(prompts_token_ids)
         elif texts is None or tokenizer is None:
             missing = "give prompts or" if texts is None else "the model has no tokenizer; give"
-            raise InvalidRequestError(f"prompts: {missing} prompts_token_ids", param="prompts")
+            raise invalid("prompts", f"{missing} prompts_token_ids")
         else:
             ids = [tokenizer.encode(text) for text in texts]
         if texts is not None and len(texts) != len(ids):
@@ -258,10 +258,7 @@ class InferenceEngine:
         """Join the config's sampling parameters and these GenerationConfig fields for one prompt."""
         config = self.inference_config
         if num_prompt_tokens > config.max_input_len:
-            raise InvalidRequestError(
-                f"prompts: {num_prompt_tokens} tokens are more than max_input_len = {config.max_input_len}",
-                param="prompts",
-            )
+            raise invalid("prompts", f"{num_prompt_tokens} tokens are more than max_input_len = {config.max_input_len}")
         asked = sampling_of(fields, num_prompt_tokens)
         if asked.get("max_tokens", 0) > config.max_output_len:
             allowed = f"at most max_output_len = {config.max_output_len}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock import InvalidRequestError, ModelLoadError, NotSupportedError, SamplingParams
 from penstock.config import BLOCK_SIZES, KV_CACHE_DTYPES, MAX_CONTEXT, SchedulerConfig
-from penstock.errors import check_bool, check_choice, check_int, fail, shown
+from penstock.errors import check_bool, check_choice, check_int, fail, shown, unsupported
 from penstock.interface.plugins import PROCESSORS as REGISTERED
 from penstock.spec.config_reader import ConfigReader, same
 from penstock.spec.generation_config import HARMLESS, OF_A_CALL, REFUSED, not_neutral, read_sampling
@@ -123,7 +123,7 @@ class InferenceConfig:
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise fail("block_size", self.block_size, f"a multiple of {BLOCK_SIZES.step} up to {BLOCK_SIZES[-1]}")
         if self.kv_cache_dtype == "fp8":
-            raise NotSupportedError("kv_cache_dtype: fp8 is not built; int8 is as small", param="kv_cache_dtype")
+            raise unsupported("kv_cache_dtype", "fp8 is not built; int8 is as small")
         check_choice("kv_cache_dtype", self.kv_cache_dtype, (None, *KV_CACHE_DTYPES))
         template = self.prompt_template
         if template is not None and (not isinstance(template, str) or TEMPLATE_FIELD not in template):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock import InvalidRequestError
-from penstock.errors import fail
+from penstock.errors import fail, invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +160,4 @@ def _check_in_place(model: Any, returned: Any, method: str) -> None:
 
 
 def _refused(why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"model_policy: {why}", param="model_policy")
+    return invalid("model_policy", why)

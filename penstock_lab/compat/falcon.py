@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from penstock import InvalidRequestError, PenstockError, RequestFailedError
-from penstock.errors import check_bool, check_choice, check_float, check_int, check_str, fail
+from penstock.errors import check_bool, check_choice, check_float, check_int, check_str, fail, invalid
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import LEVELS, best_level
 from penstock.kernels.cpu.ops import CpuOps
@@ -129,9 +129,9 @@ def check_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in args.items():
         if name not in ARGS:
-            raise InvalidRequestError(f"{name}: unknown argument; known are {', '.join(ARGS)}", param=name)
+            raise invalid(name, f"unknown argument; known are {', '.join(ARGS)}")
         if name in FIXED and value != ARGS[name]:
-            raise InvalidRequestError(f"{name}: {value!r} is not allowed; {ARGS[name]!r} is: {FIXED[name]}", param=name)
+            raise invalid(name, f"{value!r} is not allowed; {ARGS[name]!r} is: {FIXED[name]}")
         if name in CHECKS:
             CHECKS[name](name, value)
     return {**ARGS, **args}

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock import NotSupportedError
-from penstock.errors import fail
+from penstock.errors import fail, unsupported
 from penstock.kernels.attention.items import GRANULE
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, CacheSpec, Heads, KVCache
 from penstock.kernels.ops import Ops, Packing, RowSource, SplittingOps, TensorRows
@@ -344,9 +343,9 @@ class RWForCausalLM(FalconForCausalLM):
             InvalidRequestError: a fracture is not possible.
         """
         if isinstance(make, RankFactory):
-            raise NotSupportedError("model_impl: the graph is not shared by ranks; fracture it", param="model_impl")
+            raise unsupported("model_impl", "the graph is not shared by ranks; fracture it")
         if any(cfg.layer_windows):
-            raise NotSupportedError("sliding_window: the graph has no window", param="sliding_window")
+            raise unsupported("sliding_window", "the graph has no window")
         super().__init__(cfg, make)
         fuse, fracture_attn, fracture_mlp = (cfg.extra.get(name, 0) for name in OPTIONS)
         groups, heads = cfg.num_key_value_heads, cfg.num_attention_heads

@@ -23,8 +23,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock import InvalidRequestError, NotSupportedError
-from penstock.errors import check_int
+from penstock import NotSupportedError
+from penstock.errors import check_int, invalid, unsupported
 from penstock.kernels.reference.attention import Scoring
 from penstock_lab.conventions.incre_flash_arithmetic import (
     Band,
@@ -268,12 +268,12 @@ def _per_element(name: str, x: Tensor, out: Tensor) -> Tensor:
 
 def _require(right: bool, param: str, needed: str) -> None:
     if not right:
-        raise InvalidRequestError(f"{param}: {needed}", param=param)
+        raise invalid(param, needed)
 
 
 def _support(built: bool, param: str, limit: str) -> None:
     if not built:
-        raise NotSupportedError(f"{param}: {limit}", param=param)
+        raise unsupported(param, limit)
 
 
 def _read_query(query: Tensor, num_heads: int, num_kv_heads: int, layout: str) -> Tensor:
@@ -477,9 +477,7 @@ def _read_prefix(given: Arguments, form: Form, dtype: torch.dtype) -> Prefix:
         _support(length is None, "actual_shared_prefix_len", "requires key_shared_prefix")
         return None
     if key is None or value is None:
-        raise InvalidRequestError(
-            "key_shared_prefix: requires value_shared_prefix, and the reverse", param="key_shared_prefix"
-        )
+        raise invalid("key_shared_prefix", "requires value_shared_prefix, and the reverse")
     for name in ("atten_mask", "pse_shift", "key_antiquant", "value_antiquant", "dequant_scale1"):
         _support(getattr(given, name) is None, name, "not supported with a shared prefix")
     _require(

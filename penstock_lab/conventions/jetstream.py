@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock import EngineError, InvalidRequestError, ModelLoadError, NotSupportedError
+from penstock import EngineError, ModelLoadError, NotSupportedError
 from penstock.config import DEGREES
+from penstock.errors import invalid
 from penstock.kernels.metadata import AttentionMetadata, AttentionParams, KVCache
 from penstock.kernels.ops import Ops
 from penstock.kernels.reference.quantized_weights import quantize_int8
@@ -101,7 +102,7 @@ class Environment:
             InvalidRequestError: x has no such axis.
         """
         if axis is not None and not -x.ndim <= axis < x.ndim:
-            raise InvalidRequestError(f"axis: {axis} is not allowed; x has {x.ndim} axes", param="axis")
+            raise invalid("axis", f"{axis} is not allowed; x has {x.ndim} axes")
         if self.split is None:
             return x
         if axis is None:
@@ -267,8 +268,7 @@ class AttentionKernel:
         """
         if isinstance(cache, LayerCache):
             if cache.layer != self.layer_id:
-                text = f"layer_id: layer {self.layer_id} was given the cache of layer {cache.layer}"
-                raise InvalidRequestError(text, param="layer_id")
+                raise invalid("layer_id", f"layer {self.layer_id} was given the cache of layer {cache.layer}")
             if mask is None or mask is cache.additive_mask:
                 return cache.attend(xq, xk, xv, self.params).to(xq.dtype)
         group = xq.shape[1] // xk.shape[1]

@@ -10,8 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock import NotSupportedError
-from penstock.errors import check_choice
+from penstock.errors import check_choice, unsupported
 from penstock.kernels.attention.items import SPAN_TILES, TILE
 from penstock.kernels.reference import attention
 from penstock.kernels.reference.attention import MINUS_INFINITY, Part, Scoring, attend_part, fold
@@ -36,7 +35,7 @@ def attend_tiles(
     if loops == 2:
         every = tiles(0, k.shape[1], tile)
         if scoring.bias is not None:
-            raise NotSupportedError("loops: scores with a bias are computed in one loop", param="loops")
+            raise unsupported("loops", "scores with a bias are computed in one loop")
         return attend_parts(q, [(k[:, keys], v[:, keys], shown(visible, keys)) for keys in every], scoring, loops=2)
     state = Part.nothing(q)
     for first in range(0, k.shape[1], tile * span_tiles):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.assembly.streaming import as_served
 from penstock.config import EngineConfig, NumericsConfig
-from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail, listed
+from penstock.errors import InvalidRequestError, ModelLoadError, NotSupportedError, fail, invalid, listed
 from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.cpu.library import best_level, why_missing
@@ -78,9 +78,7 @@ def convert_model(
     model_config = as_served(model_config, config.numerics)
     numerics = config.resolve(model_config).numerics
     if find_packed(source) is not None and numerics.load_format == "auto":
-        raise InvalidRequestError(
-            f"src: {str(source)!r} holds packed weights already; give the checkpoint they were made from", param="src"
-        )
+        raise invalid("src", f"{str(source)!r} holds packed weights already; give the checkpoint they were made from")
     stored = open_stored(source, model_config, numerics.load_format)
     numerics, _ = numerics.with_codings(stored.codings)
     check_codes(config, model_config, stored)

@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from penstock.errors import InvalidRequestError, ModelLoadError
+from penstock.errors import InvalidRequestError, ModelLoadError, invalid
 from penstock.kernels.ops import RowSource
 from penstock.kernels.tensors import UINT8, ArrayType
 from penstock.models.config_json import load_model_config
@@ -183,7 +183,7 @@ class Destination:
             self._handle = -1
 
     def _refused(self, reason: str) -> InvalidRequestError:
-        return InvalidRequestError(f"dst: {str(self.path)!r} {reason}", param="dst")
+        return invalid("dst", f"{str(self.path)!r} {reason}")
 
 
 def directory_of_gguf(source: Path) -> dict[str, str]:
@@ -303,10 +303,10 @@ def _refuse_packed(directory: Path) -> None:
         return
     info = read_info(file)
     reason = f"rounded to {info.dtype}" if info.scheme is None else f"quantised to {info.scheme.name}"
-    raise InvalidRequestError(
-        f"src: {str(directory)!r} holds packed weights, {reason} and laid out for the native kernels, from which the "
+    raise invalid(
+        "src",
+        f"{str(directory)!r} holds packed weights, {reason} and laid out for the native kernels, from which the "
         f"checkpoint cannot be restored bit by bit. Give the checkpoint they were made from",
-        param="src",
     )
 
 

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from penstock import EngineConfig, InvalidRequestError
+from penstock import EngineConfig
 from penstock.assembly.memory import all_token_bytes
+from penstock.errors import invalid
 from penstock.ranks.sharding import Share
 from penstock.ranks.stage import config_of, split_layers
 from penstock.spec.model_config import ModelConfig
@@ -78,7 +79,7 @@ class Forecaster:
             for value in values:
                 if not 1 <= value <= limit:
                     option = "max_num_seqs" if name == "batch" else "max_model_len"
-                    raise InvalidRequestError(f"{name}: {value} must be from 1 to {option} = {limit}", param=name)
+                    raise invalid(name, f"{value} must be from 1 to {option} = {limit}")
         works, chunk = self.works(fit), config.scheduler.max_num_batched_tokens or 1
         found = []
         for batch in load.batches:

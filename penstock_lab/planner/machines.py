@@ -12,9 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from penstock import InvalidRequestError
 from penstock.config import TRITON
-from penstock.errors import check_choice, check_str, fail
+from penstock.errors import check_choice, check_str, fail, invalid
 from penstock_lab.planner.yaml_file import MAX_BYTES, load, names_in, number, record, whole
 
 FOLDER = Path(__file__).parent / "hardware"
@@ -119,8 +118,7 @@ class Hardware:
         rates = self.operations_per_s
         found = rates.get(kind) or rates.get(MULTIPLIES_IN.get(kind, kind)) or rates.get(ALL_OTHERS)
         if found is None:
-            message = f"hardware: {self.name} has no operations_per_s for {kind}; it has {', '.join(rates)}"
-            raise InvalidRequestError(message, param="hardware")
+            raise invalid("hardware", f"{self.name} has no operations_per_s for {kind}; it has {', '.join(rates)}")
         return found
 
     def product_seconds(self, kind: str, num_bytes: float, operations: float, rows: float) -> float:

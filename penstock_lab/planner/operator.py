@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from penstock import InvalidRequestError, NotSupportedError
-from penstock.errors import check_choice, check_int
+from penstock import InvalidRequestError
+from penstock.errors import check_choice, check_int, invalid, unsupported
 from penstock.kernels.attention.items import partition
 from penstock_lab.planner.machines import OnChip
 
@@ -258,7 +258,7 @@ def plan_call(
     if perf_mode is not None:
         check_choice("perf_mode", perf_mode, tuple(MODES))
         if vectors_only and perf_mode != VECTORS_ONLY:
-            raise InvalidRequestError(f"perf_mode: this device has {VECTORS_ONLY} only", param="perf_mode")
+            raise invalid("perf_mode", f"this device has {VECTORS_ONLY} only")
         chosen = perf_mode
     pairs, longest = len(call.lengths) * call.num_kv_heads, max(call.lengths, default=0)
     splits = num_splits(pairs, num_cores, split_below)
@@ -328,8 +328,7 @@ def encode_tiling_key(
         ("output", output, tuple(TYPES)), ("perf_mode", perf_mode, tuple(MODES)),
     ):  # fmt: skip
         if value not in choices:
-            text = f"{name}: the tiling key has no digit for {value}, only for {', '.join(choices)}"
-            raise NotSupportedError(text, param=name)
+            raise unsupported(name, f"the tiling key has no digit for {value}, only for {', '.join(choices)}")
     bits = SPLIT * split + PAGED * paged + PER_TOKEN * per_token
     digits = LAYOUTS[layout], TYPES[query], TYPES[cache], TYPES[output], TYPES[query], bits
     low: int = sum(digit * 10**place for place, digit in enumerate(digits))

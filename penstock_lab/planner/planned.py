@@ -10,7 +10,7 @@ from penstock.assembly import model_sizes, why_no_gpu
 from penstock.assembly.memory import ModelSizes
 from penstock.assembly.streaming import as_served
 from penstock.config import DEGREES, TRITON
-from penstock.errors import fail
+from penstock.errors import fail, unsupported
 from penstock.interface.plugins import import_files
 from penstock.kernels.backends import load_ops
 from penstock.kernels.ops import Ops
@@ -200,7 +200,7 @@ def _refuse_unplanned(config: EngineConfig) -> None:
     }
     for name, given in asked.items():
         if given:
-            raise NotSupportedError(f"{name}: a plan does not count it; leave it out", param=name)
+            raise unsupported(name, "a plan does not count it; leave it out")
 
 
 def num_elements(parameters: Iterable[Parameter]) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock import InvalidRequestError, ModelLoadError
-from penstock.errors import fail, one_line, shown
+from penstock.errors import fail, invalid, one_line, shown
 from penstock.spec.config_reader import read_text, read_yaml
 
 MAX_BYTES = 2**60
@@ -27,7 +27,7 @@ def load(option: str, text: str, path: Path, read: Callable[[Any], Found], advic
     try:
         path.stat()
     except (OSError, ValueError):  # a name may be too long, or contain a NUL
-        raise InvalidRequestError(f"{option}: there is no {shown(text)}; {advice}", param=option) from None
+        raise invalid(option, f"there is no {shown(text)}; {advice}") from None
     try:
         return read(read_yaml(read_text(path), str(path)))
     except ModelLoadError as error:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from penstock import AsyncLLM, InvalidRequestError
 from penstock.client.engine_client import EngineState
 from penstock.client.engine_handle import MAX_REPLICAS
-from penstock.errors import check_float, check_int, pop_options
+from penstock.errors import check_float, check_int, invalid, pop_options
 from penstock.server.app import create_app
 from penstock.server.options import ServerOptions
 from penstock.server.serve import run
@@ -111,16 +111,12 @@ def connect(handle: Any, options: ReplicaOptions, **client_options: Any) -> Asyn
         )
         raise InvalidRequestError(message, param="flight_recorder")
     if client_options.get("kv_role") is not None:
-        raise InvalidRequestError(
-            "kv_role: not allowed on Ray: its directory of blocks is on one machine", param="kv_role"
-        )
+        raise invalid("kv_role", "not allowed on Ray: its directory of blocks is on one machine")
     if client_options.get("distributed_executor_backend") == "ray":
         option = "distributed_executor_backend"
-        raise InvalidRequestError(
-            f"{option}: not allowed with engines on Ray, whose ranks share their machine; use mp", param=option
-        )
+        raise invalid(option, "not allowed with engines on Ray, whose ranks share their machine; use mp")
     if client_options.get("standby"):
-        raise InvalidRequestError("standby: not allowed on Ray; start one more replica instead", param="standby")
+        raise invalid("standby", "not allowed on Ray; start one more replica instead")
     pool = EnginePool(handle, options.most, options.num_replicas)
     llm = AsyncLLM(engine_plan=pool.engine_plan, flight_recorder=0, **client_options)
     pool.client = llm.client

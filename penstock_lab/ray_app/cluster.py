@@ -7,7 +7,7 @@ import grpc
 import ray
 from ray._private.services import get_ray_address_from_environment
 
-from penstock import InvalidRequestError
+from penstock.errors import invalid
 
 ANSWER_S = 5.0  # time limit for the cluster's head node to answer
 
@@ -31,7 +31,7 @@ def join_cluster(option: str) -> None:
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         problem = str(error).rstrip(".")
     hint = "start one with `ray start --head`, or set RAY_ADDRESS to that of one that runs"
-    raise InvalidRequestError(f"{option}: there is no Ray cluster: {problem}; {hint}", param=option)
+    raise invalid(option, f"there is no Ray cluster: {problem}; {hint}")
 
 
 def _problem(address: str) -> str | None:

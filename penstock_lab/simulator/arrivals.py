@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from penstock import InvalidRequestError
-from penstock.errors import check_int, one_line, shown
+from penstock.errors import check_int, invalid, one_line, shown
 from penstock_lab.bench.datasets import Dataset, Vocabulary, draw_lengths, draw_samples
 from penstock_lab.bench.outcomes import Load
 
@@ -150,4 +150,4 @@ def _arrival(line: dict[str, str]) -> Arrival:
 
 
 def _refused(path: Path, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(f"trace: {str(path)!r} {reason}", param="trace")
+    return invalid("trace", f"{str(path)!r} {reason}")

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock import InvalidRequestError
 from penstock.engine.policies import is_stream
-from penstock.errors import check_float, one_line
+from penstock.errors import check_float, invalid, one_line
 from penstock.interface.step import ScheduledRequest, SchedulerOutput
 
 Floats = npt.NDArray[np.float64]
@@ -74,7 +73,7 @@ class LinearCosts:
         for name in (*PARTS, "request"):
             check_float(name, getattr(self, name), 0.0, 1e6)
         if not any(getattr(self, name) for name in PARTS):
-            raise InvalidRequestError("costs: all of them are 0", param="costs")
+            raise invalid("costs", "all of them are 0")
 
     def step_seconds(self, step: SchedulerOutput) -> float:
         return self.seconds(Shape.of(step.scheduled))
@@ -115,7 +114,7 @@ def read_costs(path: Path) -> LinearCosts:
         InvalidRequestError: the file cannot be read, or its names are not those of LinearCosts.
     """
     if path.exists() and not path.is_file():
-        raise InvalidRequestError(f"costs: {str(path)!r} is not a file", param="costs")  # a device may have no end
+        raise invalid("costs", f"{str(path)!r} is not a file")  # a device may have no end
     try:
         found = json.loads(path.read_bytes())
         return LinearCosts(**found)
@@ -123,7 +122,7 @@ def read_costs(path: Path) -> LinearCosts:
         reason = f"cannot be read: {error.strerror}"
     except (ValueError, TypeError, RecursionError) as error:
         reason = f"must be a record of steps, or JSON with the seconds {', '.join(PARTS)}: {one_line(error)}"
-    raise InvalidRequestError(f"costs: {str(path)!r} {reason}", param="costs")
+    raise invalid("costs", f"{str(path)!r} {reason}")
 
 
 def fit_costs(steps: Sequence[MeasuredStep]) -> LinearCosts:
@@ -135,8 +134,7 @@ def fit_costs(steps: Sequence[MeasuredStep]) -> LinearCosts:
         InvalidRequestError: there are fewer than MIN_STEPS.
     """
     if len(steps) < MIN_STEPS:
-        message = f"costs: {len(steps)} measured steps are too few; at least {MIN_STEPS} are needed"
-        raise InvalidRequestError(message, param="costs")
+        raise invalid("costs", f"{len(steps)} measured steps are too few; at least {MIN_STEPS} are needed")
     rows = np.array([step.shape.row for step in steps])
     seconds = np.maximum(np.array([step.seconds for step in steps]), 1e-9)
     weights = 1 / seconds

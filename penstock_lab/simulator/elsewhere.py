@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from penstock import EngineConfig, InvalidRequestError, NotSupportedError
+from penstock import EngineConfig
 from penstock.assembly import PlannedEngine
+from penstock.errors import invalid, unsupported
 from penstock.interface.step import SchedulerOutput
 from penstock_lab.planner.costs import Amounts, ModelWork, time_of
 from penstock_lab.planner.fit import Budget
@@ -56,16 +57,14 @@ def plan_replica(config: EngineConfig, hardware: Hardware, budget: Budget) -> tu
         InvalidRequestError: the model does not fit, the hardware has no rates, or an option cannot be planned.
     """
     if not hardware.has_rates:
-        raise InvalidRequestError(
-            f"hardware: {hardware.name} has no rates, so times cannot be predicted", param="hardware"
-        )
+        raise invalid("hardware", f"{hardware.name} has no rates, so times cannot be predicted")
     if config.parallel.pipeline_parallel_size > 1:
-        text = "pipeline_parallel_size: the steps of a pipeline are not simulated on other hardware; leave it out"
-        raise NotSupportedError(text, param="pipeline_parallel_size")
+        text = "the steps of a pipeline are not simulated on other hardware; leave it out"
+        raise unsupported("pipeline_parallel_size", text)
     source = PlannedModel.read(config, hardware)
     fit = fitter_of(source, budget).fit()
     if not fit.fits:
         advice = f"with {fit.smallest_change} it would fit" if fit.smallest_change else "see `penstock plan`"
-        raise InvalidRequestError(f"hardware: {config.model} does not fit {hardware.name}; {advice}", param="hardware")
+        raise invalid("hardware", f"{config.model} does not fit {hardware.name}; {advice}")
     work = Forecaster(source.model, source.sizes, hardware).work(fit)
     return PlannedEngine(fit.config, source.model, list(fit.groups)), HardwareCosts(work, hardware)

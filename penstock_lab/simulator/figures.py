@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock import InvalidRequestError
-from penstock.errors import shown
+from penstock.errors import invalid, shown
 
 WIDTH = math.log1p(0.005)  # width of a bucket, in the logarithm of the time
 MIN_SECONDS = 1e-9  # seconds; a shorter time counts as this
@@ -78,8 +77,7 @@ def _parse_goal(text: str) -> Goal:
     except (ValueError, KeyError):
         goal = Goal("", 0.0, 0.0)
     if goal.metric not in METRICS or not (0 < goal.share <= 100 and 0 < goal.seconds < math.inf):
-        message = f"target: {shown(text)} must be like ttft_p99=2s or itl_p50=80ms, of {', '.join(METRICS)}"
-        raise InvalidRequestError(message, param="target")
+        raise invalid("target", f"{shown(text)} must be like ttft_p99=2s or itl_p50=80ms, of {', '.join(METRICS)}")
     return goal
 
 

@@ -15,6 +15,7 @@ from penstock import EngineConfig, InvalidRequestError, SamplingParams
 from penstock.assembly import BuiltEngine, build_engine
 from penstock.client.recorder import Recorder, describe
 from penstock.client.records import MAGIC, Aborted, Arrived, Begun, Bundle, Planned, Ring, make_bundle, unpack_ids
+from penstock.errors import invalid
 from penstock.interface.messages import EngineRequest
 from penstock.interface.step import RequestStepOutput, SchedulerOutput, StepOutput
 from penstock_lab.bench.record_history import EngineStart, RecordedStep, history, unpack
@@ -38,7 +39,7 @@ def load_costs(path: Path) -> LinearCosts:
         with path.open("rb") as file:
             is_record = file.read(len(MAGIC)) == MAGIC
     except OSError as error:
-        raise InvalidRequestError(f"costs: {str(path)!r} cannot be read: {error.strerror}", param="costs") from None
+        raise invalid("costs", f"{str(path)!r} cannot be read: {error.strerror}") from None
     return fit_costs(measured_steps(unpack(path.read_bytes()))) if is_record else read_costs(path)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock import InvalidRequestError
+from penstock.errors import invalid
 from penstock_lab.bench.outcomes import draw, figure, picture
 from penstock_lab.planner.picture import page
 from penstock_lab.planner.picture import table as html_table
@@ -90,7 +90,7 @@ def check_plot(path: Path) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        raise InvalidRequestError(f"plot: cannot write {str(path)!r}: {error.strerror}", param="plot") from None
+        raise invalid("plot", f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from penstock import EngineConfig, EngineError, InvalidRequestError
+from penstock import EngineConfig, EngineError
 from penstock.assembly import PlannedEngine, plan_engine
-from penstock.errors import check_int, fail
+from penstock.errors import check_int, fail, invalid
 from penstock_lab.bench.datasets import Dataset
 from penstock_lab.bench.outcomes import Load
 from penstock_lab.simulator.arrivals import Arrival, Drawn, Trace
@@ -153,19 +153,15 @@ class Options:
         check_int("processes", self.processes, 1, 4096, optional=True)
         check_int("sample", self.sample, 1, 10**6, optional=True)
         if self.trace is not None and self.users is not None:
-            raise InvalidRequestError("users: not allowed with a trace, which says when requests arrive", param="users")
+            raise invalid("users", "not allowed with a trace, which says when requests arrive")
         if self.think_s and self.users is None:
-            raise InvalidRequestError("think_time: only allowed with --users, whose requests it separates",
-                                      param="think_time")  # fmt: skip
+            raise invalid("think_time", "only allowed with --users, whose requests it separates")  # fmt: skip
         if self.replicas is None and self.changes.scaling is not None:
-            message = "replicas: auto is not allowed with --max-replicas; give the smallest number of replicas"
-            raise InvalidRequestError(message, param="replicas")
+            raise invalid("replicas", "auto is not allowed with --max-replicas; give the smallest number of replicas")
         has_rate = list(self.rates) != [float("inf")]
         if has_rate and (self.trace is not None or self.users is not None):
             name = "a trace" if self.trace is not None else "--users"
-            raise InvalidRequestError(
-                f"request_rate: not allowed with {name}, which says when requests arrive", param="request_rate"
-            )
+            raise invalid("request_rate", f"not allowed with {name}, which says when requests arrive")
 
     def arrivals(self, rate: float, model: str) -> Iterable[Arrival]:
         """Draw or read the arrivals of one run."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from penstock.errors import EngineError, InvalidRequestError, check_choice
+from penstock.errors import EngineError, check_choice, invalid
 from penstock.kernels.cpu.host import free_memory_bytes, show_cpus
 from penstock.kernels.cpu.library import (
     ABI,
@@ -334,7 +334,7 @@ class NativeCalls:
         """
         library, level = load_library(), level or chosen_level()
         if library is None or level is None:
-            raise InvalidRequestError(f"kernels: 'cpu' is not installed: {why_missing()}", param="kernels")
+            raise invalid("kernels", f"'cpu' is not installed: {why_missing()}")
         check_choice("level", level, LEVELS[: library.penstock_best_level() + 1])
         context = library.penstock_context_new(LEVELS.index(level), threads)
         if not context:

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from penstock.errors import NotSupportedError
+from penstock.errors import NotSupportedError, unsupported
 from penstock.kernels.attention.items import GRANULE, MAX_HEAD_DIM, AttentionShape, cache_token_bytes, padded_head_dim
 from penstock.kernels.attention.plan import Planner
 from penstock.kernels.coding import BlockForm, CodedRows, Coding
@@ -185,18 +185,14 @@ class CpuKVCache:
 def _check_cache(spec: CacheSpec) -> None:
     block_size, head_dim, dtype, slices = spec.block_size, spec.head_dim, array_type(spec.dtype), spec.slices
     if block_size < 1 or block_size % GRANULE:
-        raise NotSupportedError(
-            f"block_size: {block_size}; the native kernels need a multiple of {GRANULE}", param="block_size"
-        )
+        raise unsupported("block_size", f"{block_size}; the native kernels need a multiple of {GRANULE}")
     if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
-        message = f"head_dim: {head_dim}; the native kernels support even ones up to {MAX_HEAD_DIM}, 'reference' any"
-        raise NotSupportedError(message, param="head_dim")
+        message = f"{head_dim}; the native kernels support even ones up to {MAX_HEAD_DIM}, 'reference' any"
+        raise unsupported("head_dim", message)
     if dtype not in KINDS:
-        raise NotSupportedError(
-            f"kv_cache_dtype: {dtype}; supported are float32, bfloat16 and int8", param="kv_cache_dtype"
-        )
+        raise unsupported("kv_cache_dtype", f"{dtype}; supported are float32, bfloat16 and int8")
     if dtype is INT8 and slices not in SLICES:
-        raise NotSupportedError(f"slices: {slices}; the native kernels support 2 and 3", param="slices")
+        raise unsupported("slices", f"{slices}; the native kernels support 2 and 3")
     if dtype is not INT8 and (slices or spec.scales is not None):
         raise NotSupportedError("slices, scales: only an int8 cache has them", param="slices")
     for name in CHANNEL_FIELDS if spec.scales is not None else ():

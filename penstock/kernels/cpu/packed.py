@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import NotSupportedError
+from penstock.errors import unsupported
 from penstock.kernels.coding import SCALE_TYPES, BlockForm, CodedRows, Coding
 from penstock.kernels.cpu.calls import address, type_code
 from penstock.kernels.cpu.library import ABI, MAX_LEAVES, PenstockBits, PenstockBlockForm, PenstockLora, PenstockWeight
@@ -103,9 +103,8 @@ class Layout:
         if scheme is None:
             return cls(n, k, FLOAT_KINDS[array_type(dtype)], ends, 0, 0, gated)
         if scheme.slices and max(lengths) > MAX_INTEGER_LEAF:
-            raise NotSupportedError(
-                f"quantization: {scheme.name} sums at most {MAX_INTEGER_LEAF} products, and this model has {k}",
-                param="quantization",
+            raise unsupported(
+                "quantization", f"{scheme.name} sums at most {MAX_INTEGER_LEAF} products, and this model has {k}"
             )
         if scheme.group_size not in (None, *GROUP_SIZES):
             raise ValueError(f"group size {scheme.group_size}; supported are {', '.join(map(str, GROUP_SIZES))}")
@@ -210,7 +209,7 @@ def _coded_layout(n: int, k: int, ends: tuple[int, ...], packing: Packing, codin
     }
     for reason, holds in reasons.items():
         if holds:
-            raise NotSupportedError(f"quantization: {coding.name}: {reason} are not supported", param="quantization")
+            raise unsupported("quantization", f"{coding.name}: {reason} are not supported")
     if not integer and bits == 8:
         _minifloat(coding)
     kind = KIND_INT8 if plain else CODED if integer else CODED_FLOAT
@@ -249,7 +248,7 @@ def _minifloat(coding: Coding) -> dict[str, Any]:
         factor = positive[largest] / values[largest]
         if np.array_equal(values * factor, positive) and np.array_equal(-positive, negative):
             return {"mantissa_bits": bits, "factor": factor, "largest_code": largest}
-    raise NotSupportedError(f"quantization: the levels of {coding.name} are not supported", param="quantization")
+    raise unsupported("quantization", f"the levels of {coding.name} are not supported")
 
 
 @cache

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.errors import NotSupportedError
+from penstock.errors import NotSupportedError, unsupported
 from penstock.kernels.coding import CodedRows, decode
 from penstock.kernels.cpu.host import free_memory_bytes
 from penstock.kernels.metadata import (
@@ -316,11 +316,11 @@ class ReferenceOps:
             spec = replace(spec, scales=scales)
         if spec.dtype == torch.int8:
             if spec.slices not in (0, 2, 3):
-                raise NotSupportedError(f"slices: {spec.slices}; 2, 3, or 0 for exact queries", param="slices")
+                raise unsupported("slices", f"{spec.slices}; 2, 3, or 0 for exact queries")
             _check_scales(spec.scales, (spec.num_kv_heads, spec.head_dim))
             return Int8KVCache(spec, self.device)
         if spec.dtype not in CACHE_DTYPES:
-            raise NotSupportedError(f"dtype: {spec.dtype}; one of {CACHE_DTYPES} or int8", param="dtype")
+            raise unsupported("dtype", f"{spec.dtype}; one of {CACHE_DTYPES} or int8")
         if spec.slices or spec.scales is not None:
             raise NotSupportedError(f"slices, scales: for an int8 cache, not for {spec.dtype}", param="slices")
         return ReferenceKVCache(spec, self.device)
@@ -400,7 +400,7 @@ def _check_scales(scales: KVScales | None, shape: tuple[int, int]) -> None:
 
 
 def _no_packed_form() -> NotSupportedError:
-    return NotSupportedError("kernels: 'reference' has no packed form of weights; use 'cpu'", param="kernels")
+    return unsupported("kernels", "'reference' has no packed form of weights; use 'cpu'")
 
 
 def _deliver(result: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
