@@ -4,6 +4,7 @@ So a test of a product does not depend on the code that packs, and a test of the
 """
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,13 +31,13 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 def bf16_bits(array: np.ndarray) -> np.ndarray:
     """float32 -> bfloat16 bits, to nearest even."""
-    return (
-        torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
-        .bfloat16()
-        .view(torch.int16)
-        .numpy()
-        .view(np.uint16)
-    )
+    floats = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+    return floats.bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+def rounded(array: np.ndarray) -> np.ndarray:
+    """float32 -> the nearest bfloat16, as float32."""
+    return (bf16_bits(array).astype(np.uint32) << 16).view(np.float32)
 
 
 @dataclass
@@ -129,7 +130,7 @@ def _panel_values(wide: np.ndarray, kind: str, panels: int, padded_k: int) -> np
 
 
 class Native:
-    """A context of the native library, for tests."""
+    """A context of the native library, for tests. It is freed with this object, or by `close`."""
 
     def __init__(self, level: int, threads: int = 1) -> None:
         library: Any = load_library()
@@ -137,9 +138,7 @@ class Native:
         self.library = library
         self.context = library.penstock_context_new(level, threads)
         assert self.context
-
-    def close(self) -> None:
-        self.library.penstock_context_free(self.context)
+        self.close = weakref.finalize(self, library.penstock_context_free, self.context)
 
     def linear(
         self, packed: Packed, x: torch.Tensor, *, out_dtype: torch.dtype = torch.float32, activation: str | None = None

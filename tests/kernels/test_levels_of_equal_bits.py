@@ -1,6 +1,6 @@
 """Levels that share their bits: whatever one computes, the other computes, bit for bit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -20,11 +20,9 @@ pytestmark = pytest.mark.skipif(not PAIRS, reason="no level of this machine has 
 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: LEVELS[pair[0]], scope="module")
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Attention, Attention]]:
+def pair(request: pytest.FixtureRequest) -> tuple[Attention, Attention]:
     first, second = (Attention(level) for level in request.param)
-    yield first, second
-    first.close()
-    second.close()
+    return first, second
 
 
 def weight(kind: str, n: int, k: int, ends: Sequence[int], seed: int) -> Packed:

@@ -1,6 +1,6 @@
 """Products with AMX tiles: bfloat16 against float64, int8 against its definition in numpy, both against themselves."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.cpu.library import LEVELS
-from tests.kernels.packed import Native, Packed, bf16_bits, levels, pack
+from tests.kernels.packed import Native, Packed, levels, pack, rounded
 
 PORTABLE, AMX = 0, LEVELS.index("amx")
 LEAVES = [100, 200, 200, 340, 341, 500, 600, 650]  # lengths that fill no step of K, and an empty one
@@ -18,10 +18,8 @@ pytestmark = pytest.mark.skipif(AMX not in levels(), reason="this machine has no
 
 
 @pytest.fixture(scope="module")
-def native() -> Iterator[Native]:
-    context = Native(AMX)
-    yield context
-    context.close()
+def native() -> Native:
+    return Native(AMX)
 
 
 def random(seed: int, *shape: int) -> np.ndarray:
@@ -39,10 +37,6 @@ def random_packed(kind: str, n: int, k: int, leaf_ends: Sequence[int] = ()) -> P
     scales = np.abs(random(k, n)) + 0.1
     slices = int(kind[-1])
     return pack(random_int8(n, n, k), "int8", leaf_ends=leaf_ends, slices=slices, column_scales=scales)
-
-
-def round_bf16(values: np.ndarray) -> np.ndarray:
-    return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
 
 
 def add_as_tree(sums: list[np.ndarray]) -> np.ndarray:
@@ -74,7 +68,7 @@ def int8_leaf(x: np.ndarray, weight: np.ndarray, slices: int) -> np.ndarray:
 )  # fmt: skip
 def test_bf16_equals_float64(native: Native, rows: int, n: int, k: int, is_f32: bool, seed: int) -> None:
     """Guards against a misplaced row, column or element of K, by the bound of any order of a sum of k products."""
-    weight, x = round_bf16(random(seed, n, k)), round_bf16(random(seed + 1, rows, k))
+    weight, x = rounded(random(seed, n, k)), rounded(random(seed + 1, rows, k))
     given_x = torch.from_numpy(x) if is_f32 else torch.from_numpy(x).bfloat16()
     out = native.linear(pack(weight, "bf16"), given_x).numpy()
     exact = x.astype(np.float64) @ weight.astype(np.float64).T
@@ -158,7 +152,4 @@ def test_a_spoilt_row_spoils_no_other(native: Native, kind: str, value: float) -
 def test_int8_equals_the_portable_level(native: Native, slices: int, ends: list[int]) -> None:
     """Guards against levels that quantise or add up differently: the answer of a machine would name its processor."""
     packed, x = random_packed(f"int8-x{slices}", 170, 650, ends), torch.from_numpy(random(11, 40, 650)).bfloat16()
-    portable = Native(PORTABLE)
-    expected = portable.linear(packed, x)
-    portable.close()
-    assert torch.equal(native.linear(packed, x), expected)
+    assert torch.equal(native.linear(packed, x), Native(PORTABLE).linear(packed, x))

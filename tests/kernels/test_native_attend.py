@@ -3,7 +3,6 @@
 import ctypes
 import itertools
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -25,18 +24,14 @@ Results = dict[int, tuple[Tensor, Tensor]]
 
 
 @pytest.fixture(params=levels(), scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[Attention]:
+def native(request: pytest.FixtureRequest) -> Attention:
     """One context for all tests of a level: what a call leaves behind in its memory must not matter."""
-    attention = Attention(request.param, threads=THREADS)
-    yield attention
-    attention.close()
+    return Attention(request.param, threads=THREADS)
 
 
 @pytest.fixture(params=levels(), scope="module")
-def alone(request: pytest.FixtureRequest) -> Iterator[Attention]:
-    attention = Attention(request.param)
-    yield attention
-    attention.close()
+def alone(request: pytest.FixtureRequest) -> Attention:
+    return Attention(request.param)
 
 
 def same(got: Results, expected: Results) -> bool:
@@ -152,7 +147,6 @@ def test_one_thread_and_many_agree(alone: Attention, kind: str) -> None:
         rng = random.Random(threads)
         run = Run(many, sequences, rules, rng=rng)
         assert same(run.finish({row: chunks(rng, n) for row, n in enumerate(sequences.lengths)}), expected)
-        many.close()
 
 
 def masks(native: Attention, length: int, window: int, steps: list[int], *, ring: bool = False) -> list[list[int]]:
@@ -436,8 +430,6 @@ def test_a_run_takes_the_memory_of_its_plan_and_no_more(kind: str, counts: list[
     native.reserve(plan.workspace_bytes, plan.scratch_bytes)
     assert grown(native) < 10_000  # what ctypes and Python take
     assert grown(fresh) > workspace + 2 * scratch - 10_000  # growth would be seen
-    native.close()
-    fresh.close()
 
 
 def test_a_program_attends(native: Attention) -> None:

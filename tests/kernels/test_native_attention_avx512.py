@@ -1,7 +1,5 @@
 """Strips of query rows: every number of rows has kernels of its own, on AVX-512 also every remainder of a head."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,10 +10,8 @@ LENGTH, MOST = 150, 25  # a tile seen whole, one in part; two strips of 12 rows 
 
 
 @pytest.fixture(params=levels(), scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[Attention]:
-    attention = Attention(request.param)
-    yield attention
-    attention.close()
+def native(request: pytest.FixtureRequest) -> Attention:
+    return Attention(request.param)
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])

@@ -1,7 +1,7 @@
 """Attention with an int8 cache: what is stored, how close the products of slices come, and who spoils whom."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -21,12 +21,9 @@ Scales = Sequence[Tensor] | None  # keys' scales, offsets, values' scales, offse
 
 
 @pytest.fixture(scope="module")
-def natives() -> Iterator[list[Attention]]:
+def natives() -> list[Attention]:
     """One context a level, the portable one first."""
-    contexts = [Attention(level) for level in LEVELS]
-    yield contexts
-    for context in contexts:
-        context.close()
+    return [Attention(level) for level in LEVELS]
 
 
 def int8(num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 32, slices: int = 2, block_size: int = 16) -> Shape:

@@ -1,7 +1,7 @@
 """What follows a product: scales, bias, activations, gates, rounding. With K = 1 the sums are known: one weight
 a column."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -42,10 +42,8 @@ def one(activation: str) -> float:
 
 
 @pytest.fixture(params=levels())
-def native(request: pytest.FixtureRequest) -> Iterator[Native]:
-    native = Native(request.param)
-    yield native
-    native.close()
+def native(request: pytest.FixtureRequest) -> Native:
+    return Native(request.param)
 
 
 def column(values: np.ndarray, **options: object) -> Packed:
@@ -172,7 +170,6 @@ def test_levels_agree_to_the_bit(activation: str | None, dtype: torch.dtype) -> 
     for level in levels():
         native = Native(level)
         results.append(bits(gated(native, gate, up, activation, x, dtype)))
-        native.close()
     assert all(torch.equal(results[0], other) for other in results)
 
 

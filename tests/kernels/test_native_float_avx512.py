@@ -1,7 +1,5 @@
 """Products in bfloat16 and float32 at the levels of AVX-512, against float64 and against themselves."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.cpu.library import LEVELS
-from tests.kernels.packed import Native, bf16_bits, levels, pack
+from tests.kernels.packed import Native, levels, pack, rounded
 
 WITH_AVX512 = [level for level in levels() if LEVELS[level] in ("avx512f", "avx512")]
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -18,17 +16,13 @@ pytestmark = pytest.mark.skipif(not WITH_AVX512, reason="this machine has no AVX
 
 
 @pytest.fixture(params=WITH_AVX512, ids=lambda level: LEVELS[level], scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[Native]:
-    context = Native(request.param)
-    yield context
-    context.close()
+def native(request: pytest.FixtureRequest) -> Native:
+    return Native(request.param)
 
 
 def as_stored(values: np.ndarray, kind: str) -> np.ndarray:
     """float32 -> what the weight or operand of this kind holds, float64."""
-    if kind == "bf16":
-        values = (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float64)
+    return (rounded(values) if kind == "bf16" else values).astype(np.float64)
 
 
 def assert_close(out: torch.Tensor, x: np.ndarray, weight: np.ndarray, kind: str) -> None:

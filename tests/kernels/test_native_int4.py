@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.coded import as_tree, sliced
-from tests.kernels.packed import Native, Packed, bf16_bits, levels, pack
+from tests.kernels.packed import Native, Packed, levels, pack, rounded
 
 LEVELS = levels()
 GROUP_SIZES = (32, 64, 128)
@@ -18,17 +18,9 @@ pytestmark = pytest.mark.skipif(not LEVELS, reason="the native library is not bu
 
 
 @pytest.fixture(scope="module")
-def natives() -> Iterator[list[Native]]:
+def natives() -> list[Native]:
     """One context a level, the portable one first."""
-    contexts = [Native(level) for level in LEVELS]
-    yield contexts
-    for context in contexts:
-        context.close()
-
-
-def rounded(values: np.ndarray) -> np.ndarray:
-    """float32 -> the nearest bfloat16, as float32."""
-    return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
+    return [Native(level) for level in LEVELS]
 
 
 class Weight:

@@ -1,6 +1,6 @@
 """Products with int8 weights: every level gives, bit for bit, what native/products.h defines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,12 +16,9 @@ pytestmark = pytest.mark.skipif(not LEVELS, reason="the native library is not bu
 
 
 @pytest.fixture(scope="module")
-def natives() -> Iterator[list[Native]]:
+def natives() -> list[Native]:
     """One context a level, the portable one first."""
-    contexts = [Native(level) for level in LEVELS]
-    yield contexts
-    for context in contexts:
-        context.close()
+    return [Native(level) for level in LEVELS]
 
 
 class Weight:
@@ -142,7 +139,6 @@ def test_a_row_knows_nothing_of_the_others(slices: int, ends: list[int], threads
         for count in range(1, 71):
             chosen = rng.permutation(70)[:count]
             np.testing.assert_array_equal(bits(native.linear(packed, x[chosen].contiguous())), every[chosen])
-        native.close()
 
 
 @pytest.mark.parametrize("slices", [1, 2, 3])

@@ -28,19 +28,14 @@ def test_the_loops_do_work(level: int, kind: int) -> None:
     native = Native(level)
     assert 1e9 < rate(native, kind, 40_000) < 1e13
     ratio = rate(native, kind, 400_000) / rate(native, kind, 40_000)
-    native.close()
     assert 0.2 < ratio < 5
 
 
 def test_a_higher_level_multiplies_no_slower() -> None:
     """Guards against a level that measures the loop of a lower one."""
     contexts = [Native(level) for level in levels()]
-    turns = [
-        [rate(native, 0, 400_000) for native in contexts] for _ in range(10)
-    ]  # others may take the machine for one
+    turns = [[rate(native, 0, 400_000) for native in contexts] for _ in range(10)]  # others may take the machine for one
     rates = np.max(turns, axis=0)
-    for native in contexts:
-        native.close()
     assert all(higher > 0.8 * lower for lower, higher in itertools.pairwise(rates))
 
 
@@ -52,7 +47,6 @@ def test_reading_any_size(level: int, loop: int, num_bytes: int) -> None:
     native = Native(level)
     memory = aligned(np.zeros(max(num_bytes, 1), dtype=np.uint8))
     seconds = native.library.penstock_limit_read(native.context, loop, memory.ctypes.data, num_bytes)
-    native.close()
     assert 0 <= seconds < 10
 
 
@@ -73,7 +67,6 @@ def test_calls_are_traced_in_order() -> None:
     assert native.library.penstock_trace(native.context, None, 0) == 3
     add()
     assert native.library.penstock_trace(native.context, None, 0) == 0
-    native.close()
     names = [ctypes.string_at(span.function).decode() for span in spans]
     times = [at for span in spans for at in (span.begin, span.end)]
     assert names == ["penstock_add", "penstock_limit_read"]

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.packed import KINDS, MAX_LEAVES, Native, Packed, bf16_bits, levels, pack
+from tests.kernels.packed import KINDS, MAX_LEAVES, Native, Packed, levels, pack, rounded
 
 FLOATS = ("f32", "bf16")
 EPSILON = 2.0**-24  # half a unit in the last place of float32
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not levels(), reason="built without a C++ compil
 
 
 @pytest.fixture(scope="module")
-def contexts() -> Iterator[Contexts]:
+def contexts() -> Contexts:
     """(level, threads) -> a context, made once."""
     made: dict[tuple[int, int], Native] = {}
 
@@ -31,9 +31,7 @@ def contexts() -> Iterator[Contexts]:
             made[level, threads] = Native(level, threads)
         return made[level, threads]
 
-    yield get
-    for context in made.values():
-        context.close()
+    return get
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -42,9 +40,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 def stored(values: np.ndarray, kind: str) -> np.ndarray:
     """float32 -> the values that a weight or an operand of this kind holds."""
-    if kind == "f32":
-        return values
-    return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
+    return values if kind == "f32" else rounded(values)
 
 
 def random_weight(kind: str, seed: int, n: int, k: int, leaf_ends: list[int], gated: bool = False) -> Packed:
@@ -230,5 +226,3 @@ def test_callers_at_the_same_time(shared: bool) -> None:
 
     with ThreadPoolExecutor(2) as callers:
         list(callers.map(repeat, range(2)))
-    for native in set(natives):
-        native.close()

@@ -118,7 +118,6 @@ def test_every_layout_over_dirty_memory(kind: str, dtype: torch.dtype, level: in
         got = dirty_copy(want)
         assert pack_rows(native, got, weight) == 0, name
         assert_same(got, want)
-    native.close()
 
 
 @settings(max_examples=25)
@@ -147,7 +146,6 @@ def test_rows_may_come_in_any_pieces(
     native = Native(packed.levels()[-1], threads)
     for first, end in pieces:
         assert pack_rows(native, got, weight[first:end], first) == 0
-    native.close()
     assert_same(got, want)
 
 
@@ -169,7 +167,6 @@ def test_quantised_values_at_any_magnitude(exponent: int, group_size: int, seed:
         got = dirty_copy(want)
         assert pack_rows(native, got, weight) == 0
         assert_same(got, want)
-    native.close()
 
 
 @pytest.mark.parametrize("level", packed.levels())
@@ -183,7 +180,6 @@ def test_weights_that_cannot_be_quantised_are_told(bad: float, kind: str, dtype:
     target = dirty_copy(expected(weight, kind, shape))
     weight[37, 69] = bad
     assert pack_rows(native, target, weight.to(dtype)) == NOT_QUANTISABLE
-    native.close()
 
 
 def test_float_kinds_keep_what_is_not_finite() -> None:
@@ -194,7 +190,6 @@ def test_float_kinds_keep_what_is_not_finite() -> None:
     target = dirty_copy(expected(weight, "bf16", Shape(3, 4)))
     assert pack_rows(native, target, weight) == 0
     bits = torch.from_numpy(target.arrays["values"].view(np.int16)).view(torch.bfloat16)[0, :2, :3].float()
-    native.close()
     assert bits[0, :, 0].isnan().all()
     assert (bits[0, :, 1] == float("inf")).all()
     assert (bits[1, :, 0] == float("inf")).all()  # beyond bfloat16's range, as torch rounds it

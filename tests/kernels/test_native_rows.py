@@ -1,7 +1,7 @@
 """Norms, rotary, embedding, routing and element-wise operations of the native library: formulas, rounding, levels, rows
 that stand alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,10 +133,8 @@ class Rows(Native):
 
 
 @pytest.fixture(params=levels())
-def rows(request: pytest.FixtureRequest) -> Iterator[Rows]:
-    rows = Rows(request.param)
-    yield rows
-    rows.close()
+def rows(request: pytest.FixtureRequest) -> Rows:
+    return Rows(request.param)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -468,7 +466,6 @@ def test_levels_agree_to_the_bit(name: str, width: int) -> None:
         for level in levels():
             rows = Rows(level)
             results.append(operations(9, width)[name](rows, torch.arange(9), dtype))
-            rows.close()
         assert all(same(results[0], other) for other in results)
 
 
@@ -489,8 +486,6 @@ def test_a_row_does_not_know_the_others(name: str, level: int) -> None:
             assert same(tuple(item[at] for item in together), tuple(item[0] for item in parts(alone[row])))
 
     check()
-    for rows in by_threads:
-        rows.close()
 
 
 def test_threads_share_no_scratch(rows: Rows) -> None:
@@ -500,7 +495,6 @@ def test_threads_share_no_scratch(rows: Rows) -> None:
     together = Rows(levels()[-1], 3)
     for _ in range(3):
         assert same(together.route(logits, 8), alone)
-    together.close()
 
 
 ROUNDED = ["xielu", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rotary", "rotary_all"]

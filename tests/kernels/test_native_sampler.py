@@ -6,7 +6,6 @@ top_p or min_p; `explained` computes that in float64, and `assert_same_choices` 
 """
 
 import ctypes
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -81,12 +80,9 @@ class Sampler(Native):
 
 
 @pytest.fixture(scope="module")
-def samplers() -> Iterator[list[Sampler]]:
+def samplers() -> list[Sampler]:
     """One for each level with one thread, and the highest level with three."""
-    made = [Sampler(level) for level in levels()] + [Sampler(levels()[-1], 3)]
-    yield made
-    for sampler in made:
-        sampler.close()
+    return [Sampler(level) for level in levels()] + [Sampler(levels()[-1], 3)]
 
 
 def tensors(rows: int, **fields: Any) -> SamplingTensors:
