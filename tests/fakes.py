@@ -212,6 +212,13 @@ class CacheModel:
             total += sum((token_ids[p] + 1) * (p + 1) for p in range(first, last + 1))
         return total % self.vocab_size
 
+    def continued(self, prompt: list[int], count: int) -> list[int]:
+        """The next `count` greedy tokens, without any cache."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(self.expected(tokens))
+        return tokens[len(prompt) :]
+
 
 # --- scheduler outputs by hand ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.coded import as_tree
 from tests.kernels.packed import Native, Packed, levels, pack
 
 LEVELS = levels()
@@ -54,13 +55,6 @@ def sliced(x: np.ndarray, slices: int) -> tuple[list[np.ndarray], np.ndarray]:
         parts.append(np.rint(rest))
         rest = (rest - parts[-1]) * np.float32(254)
     return [part.astype(np.int64) for part in parts], scale.astype(np.float32)
-
-
-def as_tree(leaves: list[np.ndarray]) -> np.ndarray:
-    while len(leaves) > 1:
-        pairs = [leaves[i : i + 2] for i in range(0, len(leaves), 2)]
-        leaves = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
-    return leaves[0]
 
 
 @np.errstate(over="ignore", invalid="ignore")  # a result beyond float32 is infinite, or NaN, on both sides

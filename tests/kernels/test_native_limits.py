@@ -34,7 +34,9 @@ def test_the_loops_do_work(level: int, kind: int) -> None:
 def test_a_higher_level_multiplies_no_slower() -> None:
     """Guards against a level that measures the loop of a lower one."""
     contexts = [Native(level) for level in levels()]
-    turns = [[rate(native, 0, 400_000) for native in contexts] for _ in range(10)]  # others may take the machine for one
+    turns = [
+        [rate(native, 0, 400_000) for native in contexts] for _ in range(10)
+    ]  # others may take the machine for one
     rates = np.max(turns, axis=0)
     assert all(higher > 0.8 * lower for lower, higher in itertools.pairwise(rates))
 

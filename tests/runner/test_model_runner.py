@@ -30,14 +30,7 @@ def test_tokens_come_from_the_right_slots(bench: Callable[..., Any], chunk: int)
     for name, prompt in PROMPTS.items():
         tokens = made.scheduler.requests[name].token_ids
         assert len(tokens) > len(prompt) + 15
-        assert tokens == [*prompt, *greedy(made.model, prompt, len(tokens) - len(prompt))]
-
-
-def greedy(model: CacheModel, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(model.expected(tokens))
-    return tokens[len(prompt) :]
+        assert tokens == [*prompt, *made.model.continued(prompt, len(tokens) - len(prompt))]
 
 
 def test_rows_that_are_not_scheduled_keep_their_state(bench: Callable[..., Any]) -> None:
@@ -50,7 +43,7 @@ def test_rows_that_are_not_scheduled_keep_their_state(bench: Callable[..., Any])
         made.step(only=only)
     for name, prompt in PROMPTS.items():
         tokens = made.scheduler.requests[name].token_ids
-        assert tokens[len(prompt) :] == greedy(made.model, prompt, len(tokens) - len(prompt))
+        assert tokens[len(prompt) :] == made.model.continued(prompt, len(tokens) - len(prompt))
 
 
 @pytest.mark.parametrize("chunk", [1, 37, 1000])

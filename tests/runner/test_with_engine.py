@@ -69,13 +69,6 @@ def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
     return [token for output in outputs for token in output.new_token_ids]
 
 
-def expected(model: CacheModel, prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(model.expected(tokens))
-    return tokens[len(prompt) :]
-
-
 @pytest.mark.parametrize("windows", [(None,), (20,), (None, 20, None, 7)])
 @pytest.mark.parametrize("num_blocks", [10, 40])
 def test_a_crowd_gets_the_right_tokens(windows: tuple[int | None, ...], num_blocks: int) -> None:
@@ -101,7 +94,7 @@ def test_a_crowd_gets_the_right_tokens(windows: tuple[int | None, ...], num_bloc
     for name, more in run(engine).items():
         outputs.setdefault(name, []).extend(more)
     for name, prompt in prompts.items():
-        assert tokens_of(outputs[name]) == expected(model, prompt, 25), name
+        assert tokens_of(outputs[name]) == model.continued(prompt, 25), name
     if num_blocks == 10 and None in windows:
         assert engine.stats().num_preemptions_total > 0
 
@@ -132,7 +125,7 @@ def test_user_rows_give_the_right_tokens(windows: tuple[int | None, ...]) -> Non
             engine.add_request(EngineRequest(name, prompt, SamplingParams(temperature=0.0, max_tokens=30)))
         outputs = run(engine)
         for name, prompt in prompts.items():
-            assert tokens_of(outputs[name]) == expected(model, prompt, 30), name
+            assert tokens_of(outputs[name]) == model.continued(prompt, 30), name
 
 
 def test_aborts_free_the_rows() -> None:
@@ -146,7 +139,7 @@ def test_aborts_free_the_rows() -> None:
             engine.abort(str(i))
     run(engine)
     engine.add_request(EngineRequest("last", [1, 2], SamplingParams(temperature=0.0, max_tokens=4)))
-    assert tokens_of(run(engine)["last"]) == expected(model, [1, 2], 4)
+    assert tokens_of(run(engine)["last"]) == model.continued([1, 2], 4)
 
 
 # --- a real model ----------------------------------------------------------------------------------------------------
@@ -243,7 +236,7 @@ def test_a_row_is_used_a_thousand_times() -> None:
     for index in range(1_000):
         prompt = [index % VOCAB] * rng.choice((1, 3, 9))
         if (key := tuple(prompt)) not in answers:
-            answers[key] = expected(model, prompt, 2)
+            answers[key] = model.continued(prompt, 2)
         answer = answers[key]
         end = rng.choice((1, 1, 2))
         stops = rng.random() < 0.5
@@ -324,4 +317,4 @@ def test_logits_are_computed_where_they_are_needed(monkeypatch: pytest.MonkeyPat
     outputs = run(engine)
     assert rows == [3, 3]  # 42 tokens of prompts, then a token of each request
     for name, prompt in prompts.items():
-        assert tokens_of(outputs[name]) == expected(model, prompt, 2)
+        assert tokens_of(outputs[name]) == model.continued(prompt, 2)

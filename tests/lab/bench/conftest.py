@@ -2,6 +2,8 @@
 
 import pytest
 
+from penstock import EngineConfig
+from penstock.assembly import PlannedEngine, plan_engine
 from penstock_lab.bench.machine import MachineLimits
 from penstock_lab.bench.samples import Rates
 
@@ -19,3 +21,11 @@ def steady_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         return rates
 
     monkeypatch.setattr(MachineLimits, "probe", probe)
+
+
+@pytest.fixture(scope="module")
+def planned() -> PlannedEngine:
+    config = EngineConfig.from_options(
+        model="demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, kv_cache_memory_bytes=2**21
+    )
+    return plan_engine(config)

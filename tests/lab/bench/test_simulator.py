@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import EngineConfig, EngineError, InvalidRequestError
-from penstock.assembly import PlannedEngine, plan_engine
+from penstock import EngineError, InvalidRequestError
+from penstock.assembly import PlannedEngine
 from penstock.cli.main import main
 from penstock.engine.scheduler import Scheduler
 from penstock_lab.bench.datasets import Dataset, draw_samples
@@ -30,14 +30,6 @@ from tests.lab.bench.test_serving import DEMO
 
 COSTS = LinearCosts(step=0.01, sequence=0.001, prompt_token=0.0001, cached_token=1e-6, pair=1e-8)
 LOAD = Drawn(Dataset(input_len=40, output_len=6, range_ratio=0.5), Load(60.0, seed=1), 120)
-
-
-@pytest.fixture(scope="module")
-def planned() -> PlannedEngine:
-    config = EngineConfig.from_options(
-        model="demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, kv_cache_memory_bytes=2**21
-    )
-    return plan_engine(config)
 
 
 def made(planned: PlannedEngine, arrivals, count: int = 1, users: Users | None = None) -> tuple[Figures, list[Replica]]:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock import EngineConfig
-from penstock.assembly import PlannedEngine, plan_engine
+from penstock.assembly import PlannedEngine
 from penstock.cli.main import main
 from penstock_lab.simulator.arrivals import Arrival
 from penstock_lab.simulator.costs import LinearCosts
@@ -21,14 +20,6 @@ from penstock_lab.simulator.lifecycle import DECISION_INTERVAL_S, Change, Change
 from penstock_lab.simulator.scenario import Scenario, priced
 
 COSTS = LinearCosts(step=0.01, sequence=0.001, prompt_token=0.0001, cached_token=1e-6, pair=1e-8)
-
-
-@pytest.fixture(scope="module")
-def planned() -> PlannedEngine:
-    config = EngineConfig.from_options(
-        model="demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, kv_cache_memory_bytes=2**21
-    )
-    return plan_engine(config)
 
 
 def run(planned: PlannedEngine, arrivals: list[Arrival], changes: Changes, count: int = 1, **options) -> Figures:
