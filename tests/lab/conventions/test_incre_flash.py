@@ -493,27 +493,28 @@ def test_types(q_type: torch.dtype, kv_type: Any, out_type: Any) -> None:
             assert (out - exact).abs().max().item() <= 1
 
 
+ONE = Antiquant("tensor", torch.ones(1))
+INTEGERS: dict[str, Any] = {"key": torch.int8, "value": torch.int8}
+ALL_INTEGERS: dict[str, Any] = {"query": torch.int8, **INTEGERS, "key_antiquant": ONE, "value_antiquant": ONE}
+PAGED: dict[str, Any] = {"block_table": torch.zeros(B, 1).int(), "block_size": S, "actual_seq_lengths": [1]}
+
+
+def prefix(key: torch.dtype, value: torch.dtype, batch: int = 1) -> dict[str, Any]:
+    """A shared prefix of three tokens."""
+    shape = (batch, NKV, 3, D)
+    return {"key_shared_prefix": torch.ones(shape, dtype=key), "value_shared_prefix": torch.ones(shape, dtype=value)}
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "float16 beside bfloat16": ("key", {"key": torch.bfloat16, "value": torch.bfloat16}),
     "keys and values of two types": ("value", {"value": torch.int8}),
-    "int8 without scales": ("key_antiquant", {"key": torch.int8, "value": torch.int8}),
-    "scales without int8": ("value_antiquant", {"value_antiquant": Antiquant("tensor", torch.ones(1))}),
+    "int8 without scales": ("key_antiquant", INTEGERS),
+    "scales without int8": ("value_antiquant", {"value_antiquant": ONE}),
     "an integer query beside floats": ("key", {"query": torch.int8}),
-    "an integer query without scales": (
-        "dequant_scale1",
-        {
-            "query": torch.int8, "key": torch.int8, "value": torch.int8,
-            "key_antiquant": Antiquant("tensor", torch.ones(1)), "value_antiquant": Antiquant("tensor", torch.ones(1)),
-        },
-    ),
-    "an integer query with scales of channels": (
-        "key_antiquant",
-        {
-            "query": torch.int8, "key": torch.int8, "value": torch.int8, "dequant_scale_query": torch.ones(B, N),
-            "key_antiquant": Antiquant("channel", torch.ones(NKV, D)),
-            "value_antiquant": Antiquant("tensor", torch.ones(1)),
-        },
-    ),
+    "an integer query without scales": ("dequant_scale1", ALL_INTEGERS),
+    "an integer query with scales of channels": ("key_antiquant", ALL_INTEGERS | {
+        "dequant_scale_query": torch.ones(B, N), "key_antiquant": Antiquant("channel", torch.ones(NKV, D)),
+    }),
     "scales of a float query": ("dequant_scale_query", {"dequant_scale_query": torch.ones(B, N)}),
     "scores without int8": ("dequant_scale1", {"dequant_scale1": torch.ones(1)}),
     "another sparse mode": ("sparse_mode", {"sparse_mode": 5, "atten_mask": TRIANGLE}),
@@ -544,54 +545,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "an empty band": (
         "pre_tokens", {"sparse_mode": 4, "pre_tokens": -2, "next_tokens": 1, "atten_mask": TRIANGLE}
     ),
-    "scales of groups": (
-        "key_antiquant",
-        {
-            "key": torch.int8,
-            "value": torch.int8,
-            "key_antiquant": Antiquant("group", torch.ones(NKV, D)),  # type: ignore[arg-type]
-            "value_antiquant": Antiquant("tensor", torch.ones(1)),
-        },
-    ),
+    "scales of groups": ("key_antiquant", INTEGERS | {
+        "key_antiquant": Antiquant("group", torch.ones(NKV, D)), "value_antiquant": ONE,  # type: ignore[arg-type]
+    }),
     "too long": ("actual_seq_lengths", {"actual_seq_lengths": [S + 1]}),
     "half a batch of lengths": ("actual_seq_lengths", {"actual_seq_lengths": [1, 2]}),
     "padding without lengths": ("actual_seq_lengths", {"kv_padding_size": 3}),
     "a block size without a table": ("block_size", {"block_size": 16}),
-    "blocks without lengths": ("actual_seq_lengths", {"block_table": torch.zeros(B, 1).int(), "block_size": S}),
-    "another block size": (
-        "block_size", {"block_table": torch.zeros(B, 1).int(), "block_size": 64, "actual_seq_lengths": [1]}
-    ),
-    "padding in blocks": (
-        "kv_padding_size",
-        {"block_table": torch.zeros(B, 1).int(), "block_size": S, "actual_seq_lengths": [1], "kv_padding_size": 1},
-    ),
+    "blocks without lengths": ("actual_seq_lengths", PAGED | {"actual_seq_lengths": None}),
+    "another block size": ("block_size", PAGED | {"block_size": 64}),
+    "padding in blocks": ("kv_padding_size", PAGED | {"kv_padding_size": 1}),
     "half a prefix": ("key_shared_prefix", {"key_shared_prefix": torch.zeros(1, NKV, 3, D)}),
-    "a prefix beside a mask": (
-        "atten_mask",
-        {
-            "key_shared_prefix": torch.zeros(1, NKV, 3, D),
-            "value_shared_prefix": torch.zeros(1, NKV, 3, D),
-            "atten_mask": torch.zeros(B, S, dtype=torch.bool),
-        },
-    ),
-    "an int8 prefix": (
-        "key_shared_prefix",
-        {
-            "key_shared_prefix": torch.ones(1, NKV, 3, D, dtype=torch.int8),
-            "value_shared_prefix": torch.ones(1, NKV, 3, D, dtype=torch.int8),
-        },
-    ),
-    "int8 values of a prefix": (
-        "value_shared_prefix",
-        {
-            "key_shared_prefix": torch.ones(1, NKV, 3, D, dtype=torch.float16),
-            "value_shared_prefix": torch.ones(1, NKV, 3, D, dtype=torch.int8),
-        },
-    ),
-    "a prefix for each": (
-        "key_shared_prefix",
-        {"key_shared_prefix": torch.zeros(B, NKV, 3, D), "value_shared_prefix": torch.zeros(B, NKV, 3, D)},
-    ),
+    "a prefix beside a mask": ("atten_mask", {
+        **prefix(torch.float16, torch.float16), "atten_mask": torch.zeros(B, S, dtype=torch.bool),
+    }),
+    "an int8 prefix": ("key_shared_prefix", prefix(torch.int8, torch.int8)),
+    "int8 values of a prefix": ("value_shared_prefix", prefix(torch.float16, torch.int8)),
+    "a prefix for each": ("key_shared_prefix", prefix(torch.float16, torch.float16, B)),
 }  # fmt: skip
 
 
@@ -650,7 +620,8 @@ def test_refused_by_name(name: str) -> None:
     """Guards against a combination that is silently computed as another one."""
     param, options = REFUSED[name]
     tensors = dict(zip(("query", "key", "value"), qkv(torch.float16), strict=True))
-    tensors |= {key: tensors[key].to(options.pop(key)) for key in list(options) if key in tensors}
+    tensors = {key: x.to(options.get(key, x.dtype)) for key, x in tensors.items()}
+    options = {key: value for key, value in options.items() if key not in tensors}
     with pytest.raises(InvalidRequestError) as caught:
         attend(tensors["query"], tensors["key"], tensors["value"], **options)
     assert caught.value.param == param
