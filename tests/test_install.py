@@ -8,6 +8,15 @@ import pytest
 
 from tools import install, kept_object, wheel
 
+PATIENT = """
+import pathlib, sys, time
+for line, said in zip(sys.argv[1::2], sys.argv[2::2]):
+    print(line, flush=True)
+    for _ in range(1000):  # until it was spoken of
+        if not pathlib.Path(said).exists():
+            time.sleep(0.1)
+"""
+
 
 def test_an_old_python_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards against a SyntaxError or an error of pip as the first words of Penstock."""
@@ -56,13 +65,12 @@ def test_a_broken_venv_is_replaced(
 def test_a_silent_command_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against minutes without a line, and against lines that say what was done long ago."""
     lines = {"Collecting numpy": "looking for numpy", "[3/33] Building x": "compiling: 3 of 33 files"}
-    script = "import pathlib, sys, time\nfor line, said in zip(sys.argv[1::2], sys.argv[2::2]):\n"
-    script += "    print(line, flush=True)\n    while not pathlib.Path(said).exists():\n        time.sleep(0.01)\n"
     words = [word for line, said in lines.items() for word in (line, str(tmp_path / said))]
     monkeypatch.setattr(install, "SILENCE_S", 0.01)
     monkeypatch.setattr(install, "say", lambda text: (tmp_path / text.partition(": ")[2]).touch())
     with tempfile.TemporaryFile("w+") as log:
-        assert install.run([sys.executable, "-c", script, *words], "starting", log) == 0
+        assert install.run([sys.executable, "-c", PATIENT, *words], "starting", log) == 0
+    assert all((tmp_path / said).exists() for said in lines.values())
 
 
 def test_an_extra_is_all_of_its_packages() -> None:

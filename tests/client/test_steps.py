@@ -36,15 +36,14 @@ def test_the_answers_of_an_engine_in_this_process_also_after_a_death(llm):
     with LLM(model="demo", engine_in_process=False) as other, LLM(model="demo") as ours:
         expected = ours.generate(prompts, params)
         assert other.generate(prompts, params) == expected
-    died = False
-    answers = {}
+    died, answers, before = False, {}, llm.client.status().restarts
     for index, output in llm.stream(prompts, params):
         if not died and index == 1:
             os.kill(llm.client.status().pid, signal.SIGKILL)
             died = True
         answers[index] = output
     assert [answers[index].outputs[0].text for index in (1, 2)] == [e.outputs[0].text for e in expected[1:]]
-    assert llm.client.status().restarts == 1
+    assert llm.client.status().restarts == before + 1
 
 
 def test_one_step_at_a_time(llm):
