@@ -1,6 +1,7 @@
 """The operations of LoRA adapters: against float64, on every level, and each row by itself."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from penstock.kernels.tensors import BFLOAT16, FLOAT32, Array, as_torch
 from tests.kernels.packed import levels
 
 LEVELS = [NAMES[level] for level in levels()]
-SLOTS, MAX_RANK, K, N = 3, 9, 203, 77  # no size fills a vector
-ENDS = {1: (N,), 3: (24, 40, N)}  # of pieces, which end inside a vector
+SLOTS, MAX_RANK, K, N = 3, 9, 203, 301  # no size fills a vector, or an item of 256 columns
+ENDS = {1: (N,), 3: (24, 270, N)}  # of pieces, which end inside a vector
 LEAVES = {1: (K,), 8: (24, 48, 48, 100, 130, 150, 177, K)}  # one of them is empty
 RANKS = np.array([9, 4, 1], np.int32)
 
@@ -85,6 +86,21 @@ def test_rows(dtype: np.dtype, pieces: int, leaves: int) -> None:
         first[0] = computed(ops, adapters, x[:1], y[:1], slots[:1])[0]
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_ranks_add_what_one_process_adds(dtype: np.dtype) -> None:
+    """Guards against leaves that are added in an order which two ranks, each with half of them, cannot keep."""
+    adapters, draw = table(dtype, 3, 8), np.random.default_rng(8)
+    x, slots, cut = draw.standard_normal((5, K)).astype(dtype), np.array([0, 1, 2, 0, -1], np.int32), LEAVES[8][3]
+    for level in LEVELS:
+        ops, found = CpuOps(dtype, level=level), []
+        for begin, end in ((0, K), (0, cut), (cut, K)):
+            leaves = tuple(leaf - begin for leaf in LEAVES[8] if begin < leaf <= end)
+            part = replace(adapters, a=np.ascontiguousarray(adapters.a[..., begin:end]), leaf_ends=leaves)
+            hidden = np.zeros((len(x), 3, MAX_RANK), FLOAT32)
+            found.append(ops.lora_shrink(np.ascontiguousarray(x[:, begin:end]), part, slots, out=hidden))
+        assert np.array_equal(found[0], found[1] + found[2])
+
+
 def test_the_reference() -> None:
     """Guards against a specification that says something else."""
     adapters, draw = table(FLOAT32, 3, 1), np.random.default_rng(6)
@@ -122,7 +138,10 @@ def test_an_activation_of_its_own(dtype: np.dtype, activation: str) -> None:
 def test_what_is_not_a_slot() -> None:
     """Guards against memory that is read beyond the table."""
     adapters, ops = table(FLOAT32, 1, 1), CpuOps(FLOAT32)
-    x, y = np.zeros((1, K), FLOAT32), np.zeros((1, N), FLOAT32)
+    x, y, hidden = np.zeros((1, K), FLOAT32), np.zeros((1, N), FLOAT32), np.zeros((1, 1, MAX_RANK), FLOAT32)
     for slot in (SLOTS, -2):
+        slots = np.array([slot], np.int32)
         with pytest.raises(ValueError, match="outside of its table"):
-            computed(ops, adapters, x, y, np.array([slot], np.int32))
+            ops.lora_shrink(x, adapters, slots, out=hidden)
+        with pytest.raises(ValueError, match="outside of its table"):
+            ops.lora_expand(hidden, adapters, slots, y)
