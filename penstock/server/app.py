@@ -128,6 +128,7 @@ from penstock.server.responses import (
     cancel_response,
     create_response,
     delete_response,
+    list_input_items,
     retrieve_response,
 )
 from penstock.server.resumption import continue_stream
@@ -195,6 +196,7 @@ def _routes() -> list[Route]:
         Route("/v1/responses", create_response, methods=["POST"]),
         Route("/v1/responses/{id}", retrieve_response),
         Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", list_input_items),
         Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
         Route("/v1/messages", create_message, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),

@@ -74,7 +74,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "computer_use_preview": Unsupported("tool"),
     "context": Unsupported("ollama_generate", ([],), instead="send the conversation to /api/chat"),
     "conversation": Unsupported("responses"),
-    "custom": Unsupported("tool"),
     "defer_loading": Unsupported("client_tool", (False,)),
     "document": Unsupported("block"),
     "documents": Unsupported("completions", ([],), instead="a prompt is not rendered; chat completions take them"),
@@ -127,7 +126,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "tool_search_tool_bm25": Unsupported("client_tool"),
     "tool_search_tool_regex": Unsupported("client_tool"),
     "toolset_name": Unsupported("block"),
-    "top_logprobs": Unsupported("responses", (0,)),
     "truncate": Unsupported("ollama_chat ollama_generate", (False,)),
     "video_url": Unsupported("part"),
     "verbose": Unsupported("ollama_show", (False,)),
@@ -140,7 +138,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
 }
 
 UNSUPPORTED_ROUTES = (
-    "/v1/responses/{id}/input_items",
     "/v1/responses/input_tokens",
     "/v1/responses/compact",
     "/v1/completions/render",

@@ -41,7 +41,7 @@ from penstock.server.kept_calls import Frame, KeptCall, Source
 from penstock.server.openai_requests import ChatRequest, CompletionRequest
 from penstock.server.resumption import continued, keep, stream_of
 from penstock.tokenizer.answer_reader import Kind, Part
-from penstock.tokenizer.answers import AnswerParser, Message, ReasoningCounter, call_id
+from penstock.tokenizer.answers import AnswerParser, InputReader, Message, ReasoningCounter, call_id
 from penstock.tokenizer.tokenizer import Tokenizer
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -383,6 +383,7 @@ class ChatAnswers:
         self._tokenizer = tokenizer  # None: all is content
         self._parsers: dict[int, AnswerParser] = {}
         self._counters: dict[int, ReasoningCounter] = {}
+        self._inputs: dict[tuple[int, int], InputReader] = {}  # by choice and call
 
     def message(self, choice: CompletionOutput) -> shapes.ChatMessage:
         """Format a whole choice as a message. If it has tool calls and no text, its content is null."""
@@ -397,7 +398,7 @@ class ChatAnswers:
         elif message.calls:
             shaped.content = message.content or None
             shaped.tool_calls = [
-                _shown_call(self.call_id(choice.index, number), call.name, call.arguments)
+                self._shown_call(self.call_id(choice.index, number), call.name, call.arguments)
                 for number, call in enumerate(message.calls)
             ]
         return shaped
@@ -424,7 +425,21 @@ class ChatAnswers:
             return [Part(Kind.CONTENT, choice.text)] if choice.text else []
         self._parsers[choice.index] = parser
         self._count(choice)
-        return parser.push(choice.text) + (parser.finish() if choice.finish_reason is not None else [])
+        parts = parser.push(choice.text) + (parser.finish() if choice.finish_reason is not None else [])
+        return [read for part in parts if (read := self._read(choice.index, part)) is not None]
+
+    def _read(self, choice: int, part: Part) -> Part | None:
+        """Take the text of a custom tool out of the arguments that it is in; None if a part has none of it."""
+        if part.kind is Kind.CALL and self.is_custom(part.text):
+            self._inputs[choice, part.call] = InputReader()
+        reader = self._inputs.get((choice, part.call)) if part.kind is Kind.ARGUMENTS else None
+        if reader is None:
+            return part
+        return part._replace(text=text) if (text := reader.read(part.text)) else None
+
+    def is_custom(self, name: str) -> bool:
+        """Tell whether a tool is called with a text."""
+        return name in self._rules.custom
 
     def call_id(self, choice: int, call: int) -> str:
         """Make the id of tool call number `call` of a choice, counted from 0."""
@@ -451,10 +466,12 @@ class ChatAnswers:
             return shapes.Delta(function_call=named if part.kind is Kind.CALL else {"arguments": part.text})
         if part.kind is Kind.CALL:
             return shapes.Delta(
-                tool_calls=[{"index": part.call, **_shown_call(self.call_id(index, part.call), part.text, "")}]
+                tool_calls=[{"index": part.call, **self._shown_call(self.call_id(index, part.call), part.text, "")}]
             )
-        return shapes.Delta(tool_calls=[{"index": part.call, "function": {"arguments": part.text}}])
+        piece = {"custom": {"input": part.text}} if (index, part.call) in self._inputs else {}
+        return shapes.Delta(tool_calls=[{"index": part.call, **(piece or {"function": {"arguments": part.text}})}])
 
-
-def _shown_call(call_id: str, name: str, arguments: str) -> shapes.ToolCall:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    def _shown_call(self, call_id: str, name: str, arguments: str) -> shapes.ToolCall:
+        if self.is_custom(name):
+            return {"id": call_id, "type": "custom", "custom": {"name": name, "input": arguments}}
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -43,6 +43,7 @@ from penstock.server.openai_requests import (
     Body,
     ChatRequest,
     CompletionRequest,
+    CustomTool,
     GenerationRequest,
     Message,
     NamedChoice,
@@ -271,7 +272,7 @@ async def render(
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise invalid("messages", f"{len(messages)} messages are not allowed; give 1 to {MAX_MESSAGES}")
     turns = [_turn(message) for message in messages]
-    options: dict[str, Any] = {"tools": [tool.as_shown() for tool in tools or ()], "documents": documents}
+    options: dict[str, Any] = {"tools": [tool.function.as_shown() for tool in tools or ()], "documents": documents}
     if kwargs:
         check_template_kwargs(kwargs)
     given = {name: value for name, value in kwargs.items() if value is not None}
@@ -547,6 +548,7 @@ class Rules:
     Attributes:
         tool_format: how its tool calls are written; None: it has no tool calls.
         functions: the functions that it may call, with the schemas of their parameters.
+        custom: names of those that stand for tools which are called with a text.
         reasoning, is_thinking: as in AnswerParser.
     """
 
@@ -554,6 +556,7 @@ class Rules:
     functions: Mapping[str, dict[str, Any] | None] = field(default_factory=dict)
     reasoning: ReasoningFormat | None = None
     is_thinking: bool = False
+    custom: frozenset[str] = frozenset()
 
     def parser(self) -> AnswerParser | None:
         """Make a parser for one answer; None if all of it is content."""
@@ -579,7 +582,8 @@ def rules_of(context: ServerContext, body: ChatRequest, prompt: PromptRequest) -
     callable_names = body.callable_names
     functions = {tool.function.name: tool.function.parameters for tool in body.offered}
     functions = {name: schema for name, schema in functions.items() if name in callable_names}
-    return Rules(tool_format_of(template, options.tool_call_parser), functions, reasoning, is_thinking)
+    custom = frozenset(tool.function.name for tool in body.offered if isinstance(tool, CustomTool))
+    return Rules(tool_format_of(template, options.tool_call_parser), functions, reasoning, is_thinking, custom)
 
 
 def _has_another_form(body: ChatRequest) -> bool:
@@ -613,7 +617,7 @@ async def with_rules(context: ServerContext, body: ChatRequest, rules: Rules, pa
     is_constrained = rules.tool_format is not None and (_constrains(body) or not several)
     if not is_constrained and params.structured_outputs is None:
         return params
-    functions = [tool.as_function() for tool in body.offered if tool.function.name in rules.functions]
+    functions = [tool.function.as_function() for tool in body.offered if tool.function.name in rules.functions]
     many = (
         several and not once and body.parallel_tool_calls is not False and not isinstance(body.tool_choice, NamedChoice)
     )

@@ -26,14 +26,7 @@ from penstock import __version__
 from penstock.client.input_processor import PromptRequest
 from penstock.errors import InvalidRequestError, NotSupportedError, RequestFailedError, check_int, fail
 from penstock.interface.outputs import CompletionOutput, FinishReason, RequestOutput
-from penstock.interface.sampling_params import (
-    MAX_BEAM_WIDTH,
-    MAX_LOGPROBS,
-    MAX_TOKENS,
-    RequestOutputKind,
-    SamplingParams,
-    fields_of,
-)
+from penstock.interface.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_TOKENS, SamplingParams, fields_of
 from penstock.server.api_errors import unavailable, until_disconnect
 from penstock.server.context import context_of, json_response, log_of, model_of, read_body, within_limits
 from penstock.server.generation import DONE, EventStream, Generation, sse_data
@@ -174,9 +167,9 @@ class NativeCompletionRequest(GeneratingRequest, kw_only=True, frozen=True):
             raise NotSupportedError(message, param="repeat_last_n")
 
     @property
-    def ends_at_lines(self) -> bool:
-        """Whether the answer may end at a line, for the sake of editors."""
-        return bool(self.n_indent or self.t_max_predict_ms)
+    def comes_in_pieces(self) -> bool:
+        """Whether the answer is looked at as it comes: it is streamed, or may end at a line."""
+        return self.streams or bool(self.n_indent or self.t_max_predict_ms)
 
     @property
     def is_colossalai(self) -> bool:
@@ -289,9 +282,8 @@ class LlamaAnswer:
     async def _parts(self) -> AsyncGenerator[dict[str, Any] | None, None]:
         async with aclosing(self._generation.outputs()) as outputs:
             async for item in outputs:
-                is_whole = self._generation.params.output_kind is RequestOutputKind.FINAL_ONLY
                 parts = [None] if item is None else self._shown(*item)
-                for part in await asyncio.to_thread(list, parts) if is_whole else parts:
+                for part in parts if self._body.comes_in_pieces else await asyncio.to_thread(list, parts):
                     yield part
                 if len(self._cut) == self._num_choices:
                     return
@@ -302,7 +294,7 @@ class LlamaAnswer:
             if number in self._cut:
                 continue
             self._counts[number] = self._counts.get(number, 0) + len(choice.token_ids)
-            if self._body.ends_at_lines:
+            if self._body.n_indent or self._body.t_max_predict_ms:
                 choice = self._within_lines(number, output, choice)
             part: dict[str, Any] = {
                 "index": number,
@@ -437,7 +429,7 @@ async def _complete(request: Request, body: NativeCompletionRequest) -> Response
     is_infill = isinstance(body, InfillRequest)
     with renaming(COLOSSALAI if body.is_colossalai else INFILL if is_infill else LLAMA_CPP):
         check_int("n_cmpl", body.n_cmpl, 1, context.options.max_choices, optional=True)
-        in_pieces = (body.streams or body.ends_at_lines) and not body.is_colossalai
+        in_pieces = body.comes_in_pieces and not body.is_colossalai
         params = sampling_params(body, info, body.own_fields(), streams=in_pieces)
         await check_form(request, body, params)
         if isinstance(body, InfillRequest):

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import msgspec
 
-from penstock.errors import InvalidRequestError, check_float, check_int, fail, invalid
+from penstock.errors import InvalidRequestError, NotSupportedError, check_float, check_int, fail, invalid
 from penstock.interface.sampling_params import MAX_CHOICES, TYPES, fields_of, unknown_field
 from penstock.server.client_fields import strip_unsupported
-from penstock.tokenizer.answers import Function
+from penstock.tokenizer.answers import INPUT, Function, quoted_input
 
 # --- tools ------------------------------------------------------------------------------------------------------------
 
@@ -38,43 +38,91 @@ class FunctionDefinition(Strict, kw_only=True, frozen=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-
-class Tool(Strict, kw_only=True, frozen=True):
-    """An entry of `tools`."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
     def as_shown(self) -> dict[str, Any]:
-        """Convert the tool for the chat template, without `strict`, which concerns only the server."""
-        function = {"name": self.function.name}
-        for name in ("description", "parameters"):
-            if getattr(self.function, name) is not None:
-                function[name] = getattr(self.function, name)
+        """Convert the function for the chat template, without `strict`, which concerns only the server."""
+        names = ("name", "description", "parameters")
+        function = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {"type": "function", "function": function}
 
     def as_function(self) -> Function:
-        return Function(self.function.name, self.function.parameters, bool(self.function.strict))
+        return Function(self.name, self.parameters, bool(self.strict))
+
+
+class FunctionTool(Strict, kw_only=True, frozen=True, tag_field="type", tag="function"):
+    function: FunctionDefinition
+
+
+class Grammar(Strict, kw_only=True, frozen=True):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class TextFormat(Strict, kw_only=True, frozen=True, tag_field="type", tag="text"):
+    pass
+
+
+class GrammarFormat(Strict, kw_only=True, frozen=True, tag_field="type", tag="grammar"):
+    grammar: Grammar
+
+
+class CustomDefinition(Strict, kw_only=True, frozen=True):
+    """A tool that is called with a text, whose form `format` may give."""
+
+    name: str
+    description: str | None = None
+    format: TextFormat | GrammarFormat | None = None
+
+
+class CustomTool(Strict, kw_only=True, frozen=True, tag_field="type", tag="custom"):
+    custom: CustomDefinition
+
+    @property
+    def function(self) -> FunctionDefinition:
+        """The function that the model is shown instead, whose only argument is the text. It is always enforced.
+
+        Raises:
+            NotSupportedError: the text has a form that the string of an argument cannot be held to.
+        """
+        text = {"type": "string"}
+        if isinstance(self.custom.format, GrammarFormat):
+            if self.custom.format.grammar.syntax != "regex":
+                message = f"tools: {self.custom.name}: a grammar of the syntax lark is not supported; regex is"
+                raise NotSupportedError(message, param="tools")
+            text["pattern"] = f"^(?:{self.custom.format.grammar.definition})$"
+        schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+        name, description = self.custom.name, self.custom.description
+        return FunctionDefinition(name=name, description=description, parameters=schema, strict=True)
+
+
+Tool = FunctionTool | CustomTool
 
 
 class FunctionName(Strict, kw_only=True, frozen=True):
     name: str
 
 
-class NamedChoice(Strict, kw_only=True, frozen=True, tag_field="type", tag="function"):
+class FunctionChoice(Strict, kw_only=True, frozen=True, tag_field="type", tag="function"):
     """The `tool_choice` that forces a call of one function."""
 
     function: FunctionName
 
 
-class AllowedEntry(Strict, kw_only=True, frozen=True):
-    type: Literal["function"]
-    function: FunctionName
+class CustomChoice(Strict, kw_only=True, frozen=True, tag_field="type", tag="custom"):
+    """The `tool_choice` that forces a call of one custom tool."""
+
+    custom: FunctionName
+
+    @property
+    def function(self) -> FunctionName:
+        return self.custom
+
+
+NamedChoice = FunctionChoice | CustomChoice
 
 
 class Allowed(Strict, kw_only=True, frozen=True):
     mode: Literal["auto", "required"]
-    tools: list[AllowedEntry]
+    tools: list[NamedChoice]
 
 
 class AllowedChoice(Strict, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
@@ -97,19 +145,33 @@ class CalledFunction(Strict, kw_only=True, frozen=True):
     parsed_arguments: Any = None
 
 
+class CalledCustom(Strict, kw_only=True, frozen=True):
+    name: str
+    input: str
+
+
 class ToolCall(Strict, kw_only=True, frozen=True):
     """A tool call in a message of the assistant. `index` occurs if a client built the message from a stream."""
 
     id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+    type: Literal["function", "custom"] = "function"
     index: int | None = None
     provider_specific_fields: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        given = [name for name in ("function", "custom") if getattr(self, name) is not None]
+        if given != [self.type]:
+            raise ValueError(
+                f"a call of the type {self.type} has the field {self.type}, and no other for what is called"
+            )
+
     def as_shown(self) -> dict[str, Any]:
-        """Convert the tool call for the chat template, which sees no type and no index."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        """Convert the tool call for the chat template, which sees a function and no index."""
+        called: Any = self.function or self.custom
+        arguments = called.arguments if self.custom is None else quoted_input(self.custom.input)
+        return {"id": self.id, "type": "function", "function": {"name": called.name, "arguments": arguments}}
 
 
 def check_tools(tools: list[Tool] | None) -> None:
@@ -372,8 +434,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         return msgspec.structs.replace(
             self,
             messages=messages,
-            tools=[Tool(type="function", function=function) for function in self.functions or ()],
-            tool_choice=NamedChoice(function=choice) if isinstance(choice, FunctionName) else choice,
+            tools=[FunctionTool(function=function) for function in self.functions or ()],
+            tool_choice=FunctionChoice(function=choice) if isinstance(choice, FunctionName) else choice,
             parallel_tool_calls=False if self.functions else None,
         )
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.errors import InvalidRequestError, NotSupportedError, check_str, fail
+from penstock.interface.outputs import CompletionOutput
 from penstock.server.client_fields import MAX_MESSAGES
-from penstock.tokenizer.answer_reader import Kind
+from penstock.server.openai_responses import TokenNames, chat_logprobs
+from penstock.tokenizer.answer_reader import Kind, Part
 
 # --- a conversation as items ------------------------------------------------------------------------------------------
 
@@ -21,6 +23,8 @@ ITEM_FIELDS = {
     "message": {"role", "content", "phase"},
     "function_call": {"call_id", "name", "arguments", "parsed_arguments"},
     "function_call_output": {"call_id", "output"},
+    "custom_tool_call": {"call_id", "name", "input"},
+    "custom_tool_call_output": {"call_id", "output"},
     "reasoning": {"content", "summary"},
 }
 Item = dict[str, Any]
@@ -55,7 +59,7 @@ class Conversation:
         elif kind == "reasoning":
             turn = self._thinking_turn() or self._new_turn()
             turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item)
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             turn = self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else self._new_turn()
             call = _call(item)
             self._call_ids.add(call["id"])
@@ -91,17 +95,17 @@ def _kind_of(item: Any) -> str:
 def _call(item: Item) -> dict[str, Any]:
     for name in ("call_id", "name"):
         check_str(f"input.{name}", item.get(name))
-    if not isinstance(item.get("arguments"), str):
-        raise fail("input.arguments", item.get("arguments"), "JSON as text")
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    return {"id": item["call_id"], "type": "function", "function": function}
+    kind, field = ("custom", "input") if item["type"] == "custom_tool_call" else ("function", "arguments")
+    if not isinstance(item.get(field), str):
+        raise fail(f"input.{field}", item.get(field), "a text" if kind == "custom" else "JSON as text")
+    return {"id": item["call_id"], "type": kind, kind: {"name": item["name"], field: item[field]}}
 
 
 def _result(item: Item, calls: set[str]) -> Message:
     """Convert the result of a tool call to a message. `calls`: the ids of the calls before it."""
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or call_id not in calls:
-        raise fail("input.call_id", call_id, "the call_id of a function_call before it")
+        raise fail("input.call_id", call_id, "the call_id of a call before it")
     return {"role": "tool", "tool_call_id": call_id, "content": _text(item.get("output"))}
 
 
@@ -131,76 +135,137 @@ def _text_of_part(part: Any) -> str:
     return text
 
 
+def listed_items(items: list[Item], response_id: str, *, logprobs: bool) -> Iterator[Item]:
+    """Yield the items of an input as a list shows them, each with an id of its own that stays the same.
+
+    Args:
+        logprobs: whether to show those that came back with an answer's text.
+    """
+    ids: set[str] = set()
+    for index, item in enumerate(items):
+        kind, item_id, status = item.get("type") or "message", item.get("id"), item.get("status")
+        if not isinstance(item_id, str) or not item_id or item_id in ids:
+            item_id = f"{response_id.replace('resp', PREFIXES[kind], 1)}_in{index}"
+        ids.add(item_id)
+        status = status if isinstance(status, str) else "completed"
+        shown = {name: value for name, value in item.items() if value is not None and name in ITEM_FIELDS[kind]}
+        if kind == "message":
+            content = item["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            shown["content"] = [_listed_part(part, item["role"], logprobs=logprobs) for part in parts]
+        elif kind == "reasoning":
+            shown.setdefault("summary", [])
+        yield {"type": kind, "id": item_id, "status": status, **shown}
+
+
+def _listed_part(part: Item, role: str, *, logprobs: bool) -> Item:
+    if role != "assistant":
+        return {"type": "input_text", "text": part["text"]}
+    own = {"annotations": part.get("annotations") or [], "logprobs": (part.get("logprobs") or []) if logprobs else []}
+    return {"type": "output_text", "text": part["text"], **own}
+
+
 # --- items of the output ----------------------------------------------------------------------------------------------
 
 
 Event = tuple[str, dict[str, Any]]  # its type, and its fields
-PREFIXES = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}  # of the items' ids, as at OpenAI
-TEXT_TYPES = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text"}
+PREFIXES = {  # of the items' ids, as at OpenAI
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+}  # fmt: skip
+TEXTS = {  # an item's type -> the events about its text, and the field of a call that has it
+    "message": ("output_text", ""), "reasoning": ("reasoning_text", ""),
+    "function_call": ("function_call_arguments", "arguments"), "custom_tool_call": ("custom_tool_call_input", "input"),
+}  # fmt: skip
 
 
 class OutputItem:
     """One item of the output.
 
     Args:
-        kind: CONTENT for a message, REASONING for reasoning, CALL for a tool call.
+        kind: its type.
         index: its place in the output.
         response_id: the item's id is made of this and `index`.
         call: `call_id` and `name` of a tool call.
     """
 
-    def __init__(self, kind: Kind, index: int, response_id: str, **call: str) -> None:
+    def __init__(self, kind: str, index: int, response_id: str, **call: str) -> None:
         self.kind = kind
+        self._events, self._field = TEXTS[kind]
         self._index = index
         self._id = f"{response_id.replace('resp', PREFIXES[kind], 1)}_{index}"
         self._call = call
         self._texts: list[str] = []
+        self._logprobs: list[Any] = []
 
     def begin(self) -> Iterator[Event]:
         """Yield the events before the item's text."""
         item = self._shown("in_progress", "", content=[])
         yield "response.output_item.added", {"output_index": self._index, "item": item}
-        if self.kind is not Kind.CALL:
-            yield "response.content_part.added", {**self._place(), "part": self._part("")}
+        if not self._field:
+            yield "response.content_part.added", {**self._place(), "part": self._part("", [])}
 
-    def grow(self, text: str) -> Event:
-        """Add text and return the event for it."""
+    def grow(self, text: str, logprobs: list[Any]) -> Event:
+        """Add text, with the log-probabilities of its tokens, and return the event for it."""
         self._texts.append(text)
-        return f"response.{self._text_type}.delta", {**self._place(), "delta": text, **self._logprobs()}
+        self._logprobs += logprobs
+        return f"response.{self._events}.delta", {**self._place(), "delta": text, **self._scored(logprobs)}
 
     def end(self, status: str) -> Iterator[Event]:
         """Yield the events after the item's text."""
-        text = "".join(self._texts)
-        done = f"response.{self._text_type}.done"
-        if self.kind is Kind.CALL:
-            yield done, {**self._place(), "name": self._call["name"], "arguments": text}
+        text, done = "".join(self._texts), f"response.{self._events}.done"
+        if self._field:
+            named = {"name": self._call["name"]} if self.kind == "function_call" else {}
+            yield done, {**self._place(), **named, self._field: text}
         else:
-            yield done, {**self._place(), "text": text, **self._logprobs()}
-            yield "response.content_part.done", {**self._place(), "part": self._part(text)}
+            yield done, {**self._place(), "text": text, **self._scored(self._logprobs)}
+            yield "response.content_part.done", {**self._place(), "part": self._part(text, self._logprobs)}
         yield "response.output_item.done", {"output_index": self._index, "item": self.shown(status)}
 
     def shown(self, status: str) -> dict[str, Any]:
         text = "".join(self._texts)
-        return self._shown(status, text, content=[] if self.kind is Kind.CALL else [self._part(text)])
+        return self._shown(status, text, content=[] if self._field else [self._part(text, self._logprobs)])
 
     def _shown(self, status: str, text: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        if self.kind is Kind.CALL:
-            return {"type": "function_call", "id": self._id, "status": status, **self._call, "arguments": text}
-        if self.kind is Kind.REASONING:
-            return {"type": "reasoning", "id": self._id, "status": status, "summary": [], "content": content}
-        return {"type": "message", "id": self._id, "status": status, "role": "assistant", "content": content}
-
-    @property
-    def _text_type(self) -> str:
-        return TEXT_TYPES.get(self.kind, "function_call_arguments")
+        item = {"type": self.kind, "id": self._id, "status": status}
+        if self._field:
+            return {**item, **self._call, self._field: text}
+        more: dict[str, Any] = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
+        return {**item, **more, "content": content}
 
     def _place(self) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._id, "output_index": self._index}
-        return place if self.kind is Kind.CALL else {**place, "content_index": 0}
+        return place if self._field else {**place, "content_index": 0}
 
-    def _part(self, text: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": self._text_type, "text": text, **self._logprobs()}
-        return {**part, "annotations": []} if self.kind is Kind.CONTENT else part
+    def _part(self, text: str, logprobs: list[Any]) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": self._events, "text": text, **self._scored(logprobs)}
+        return {**part, "annotations": []} if self.kind == "message" else part
 
-    def _logprobs(self) -> dict[str, list[Any]]:
-        return {"logprobs": []} if self.kind is Kind.CONTENT else {}
+    def _scored(self, logprobs: list[Any]) -> dict[str, list[Any]]:
+        return {"logprobs": logprobs} if self.kind == "message" else {}
+
+
+class TextLogprobs:
+    """Log-probabilities of tokens, held until the text that they are tokens of is shown."""
+
+    def __init__(self, names: TokenNames, top: int) -> None:
+        self._names, self._top = names, top
+        self._held: list[dict[str, Any]] = []
+
+    def hold(self, choice: CompletionOutput) -> None:
+        shown = chat_logprobs(self._names, choice.token_ids, choice.logprobs or [], self._top)
+        self._held += shown["content"]
+
+    def take(self, part: Part) -> list[dict[str, Any]]:
+        """Take those of the tokens that a part's text is made of. Those before them were markup, and are dropped."""
+        if part.kind not in (Kind.CONTENT, Kind.REASONING):  # written in another way than its tokens
+            self._held = []
+        text, spelt = part.text.encode(), b"".join(bytes(entry["bytes"]) for entry in self._held)
+        start = 0 if spelt.startswith(text) else max(0, spelt.rfind(text))
+        taken, at = [], 0
+        while self._held and at < start + len(text):
+            entry = self._held.pop(0)
+            at += len(entry["bytes"])
+            if at > start:
+                taken.append(entry)
+        return taken

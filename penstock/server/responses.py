@@ -8,8 +8,9 @@ response is computed. The items that they tell of, and those of an input, are in
 """
 
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -17,10 +18,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import InvalidRequestError, NotSupportedError, check_int, shown
+from penstock.errors import InvalidRequestError, NotSupportedError, check_int, check_nesting, shown
 from penstock.interface.messages import ModelInfo
 from penstock.interface.outputs import FinishReason
-from penstock.interface.sampling_params import MAX_TOKENS, SamplingParams
+from penstock.interface.sampling_params import FEW_LOGPROBS, MAX_TOKENS, SamplingParams
 from penstock.server.api_errors import ApiError, unavailable, until_disconnect
 from penstock.server.client_fields import without_unread_hints
 from penstock.server.completions import ChatAnswers
@@ -36,62 +37,20 @@ from penstock.server.inputs import (
     with_rules,
 )
 from penstock.server.kept_calls import Frame, KeptCall
+from penstock.server.messages import renaming
 from penstock.server.openai_requests import (
-    Allowed,
-    AllowedChoice,
-    AllowedEntry,
     ChatRequest,
     ComputingRequest,
     Effort,
-    FunctionDefinition,
-    FunctionName,
-    NamedChoice,
     ServiceTier,
     Strict,
-    Tool,
     to_request,
     with_sampling_fields,
 )
-from penstock.server.response_items import Conversation, OutputItem, items_of
+from penstock.server.openai_responses import TokenNames
+from penstock.server.response_items import Conversation, OutputItem, TextLogprobs, items_of, listed_items
 from penstock.server.resumption import keep, owner_of, resume, stream_of
 from penstock.tokenizer.answer_reader import Kind, Part
-
-# --- tools: the fields of a chat's, but a function's are on the same level as its type --------------------------------
-
-
-class FunctionTool(FunctionDefinition, kw_only=True, frozen=True):
-    """An entry of a response's `tools`."""
-
-    type: Literal["function"]
-
-    def as_tool(self) -> Tool:
-        fields = {name: getattr(self, name) for name in FunctionDefinition.__struct_fields__}
-        return Tool(type="function", function=FunctionDefinition(**fields))
-
-
-class FunctionChoice(Strict, kw_only=True, frozen=True, tag_field="type", tag="function"):
-    name: str
-
-    def as_choice(self) -> NamedChoice:
-        return NamedChoice(function=FunctionName(name=self.name))
-
-
-class AllowedFunction(Strict, kw_only=True, frozen=True):
-    type: Literal["function"]
-    name: str
-
-
-class AllowedFunctions(Strict, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
-    mode: Literal["auto", "required"]
-    tools: list[AllowedFunction]
-
-    def as_choice(self) -> AllowedChoice:
-        entries = [AllowedEntry(type="function", function=FunctionName(name=tool.name)) for tool in self.tools]
-        return AllowedChoice(allowed_tools=Allowed(mode=self.mode, tools=entries))
-
-
-ResponseToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions
-
 
 # --- the body ---------------------------------------------------------------------------------------------------------
 
@@ -103,12 +62,24 @@ INCLUDED = (
     "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )  # fmt: skip
+LOGPROBS = "message.output_text.logprobs"
 NAMES = {  # field of a chat -> field of a response
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
     "tools": "tools",
     "verbosity": "text.verbosity",
 }
+
+INSIDE = {"].function.": "].", "].custom.": "]."}  # what names a part of a chat's tool -> of a response's
+naming_the_response = partial(renaming, NAMES, INSIDE)
+
+
+def check_include(wanted: Sequence[str]) -> None:
+    """Raise NotSupportedError for a value of `include` that would not be included."""
+    for name in wanted:
+        if name not in (*INCLUDED, LOGPROBS):
+            message = f"include: {shown(name)} is not supported; {', '.join((*INCLUDED, LOGPROBS))} are"
+            raise NotSupportedError(message, param="include")
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
@@ -137,11 +108,12 @@ class ResponseRequest(ComputingRequest, kw_only=True, frozen=True):
     input: str | list[Any]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: ResponseToolChoice | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -155,6 +127,10 @@ class ResponseRequest(ComputingRequest, kw_only=True, frozen=True):
     service_tier: ServiceTier | None = None
     prompt_cache_key: str | None = None
 
+    @property
+    def shows_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
     def check(self) -> None:
         if self.background and self.store is False:
             raise InvalidRequestError(
@@ -162,15 +138,26 @@ class ResponseRequest(ComputingRequest, kw_only=True, frozen=True):
             )
         super().check()
         check_metadata(self.metadata)
-        for wanted in self.include or ():
-            if wanted not in INCLUDED:
-                message = f"include: {shown(wanted)} is not supported; {', '.join(INCLUDED)} are"
-                raise NotSupportedError(message, param="include")
+        check_include(self.include or ())
+        check_int("top_logprobs", self.top_logprobs, 0, FEW_LOGPROBS, optional=True)
+        if self.top_logprobs and not self.shows_logprobs:
+            raise InvalidRequestError(f"top_logprobs: only allowed with include: {LOGPROBS}", param="top_logprobs")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: only allowed with stream: true", param="stream_options")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             message = "stream_options.include_obfuscation: true is not supported; this is not built yet"
             raise NotSupportedError(message, param="stream_options.include_obfuscation")
+
+
+def nested(value: Any) -> Any:
+    """Write tools, or the choice of one, as a chat has them: what is beside the type here is there in a field that is
+    called as the type."""
+    if isinstance(value, list):
+        return [nested(item) for item in value]
+    if not isinstance(value, dict) or value.get("type") not in ("function", "custom", "grammar", "allowed_tools"):
+        return value
+    inner = {name: nested(item) if name in ("format", "tools") else item for name, item in value.items()}
+    return {"type": inner.pop("type"), value["type"]: inner}
 
 
 def chat_of(body: ResponseRequest) -> ChatRequest:
@@ -185,12 +172,12 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
     messages = conversation.messages
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
-    choice = body.tool_choice
+    for name in ("tools", "tool_choice"):
+        check_nesting(name, getattr(body, name))
     with naming_the_response():
+        fields = {"messages": messages, "structured_outputs": body.structured_outputs}
         chat = msgspec.structs.replace(
-            to_request({"messages": messages, "structured_outputs": body.structured_outputs}, ChatRequest),
-            tools=None if body.tools is None else [tool.as_tool() for tool in body.tools],
-            tool_choice=choice if choice is None or isinstance(choice, str) else choice.as_choice(),
+            to_request({**fields, "tools": nested(body.tools), "tool_choice": nested(body.tool_choice)}, ChatRequest),
             parallel_tool_calls=body.parallel_tool_calls,
             chat_template_kwargs=body.chat_template_kwargs,
             reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
@@ -200,36 +187,24 @@ def chat_of(body: ResponseRequest) -> ChatRequest:
     return chat
 
 
-@contextmanager
-def naming_the_response() -> Iterator[None]:
-    """Turn errors about a chat's fields into errors about a response's."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        field = (error.param or "").partition(".")[0].partition("[")[0]
-        if field not in NAMES:
-            raise
-        message = error.message.replace(field, NAMES[field], 1).replace("].function.", "].", 1)
-        raise InvalidRequestError(message, param=NAMES[field], code=error.code) from None
-
-
 def response_params(body: ResponseRequest, info: ModelInfo) -> SamplingParams:
     """Make the SamplingParams of a response; by default it may fill the rest of the context."""
     check_int("max_output_tokens", body.max_output_tokens, 1, MAX_TOKENS, optional=True)
     max_tokens = info.default_sampling.get("max_tokens") if body.max_output_tokens is None else body.max_output_tokens
-    return sampling_params(body, info, {"max_tokens": max_tokens}, streams=True)
+    own = {"max_tokens": max_tokens, "logprobs": (body.top_logprobs or 0) if body.shows_logprobs else None}
+    return sampling_params(body, info, own, streams=True)
 
 
 # --- the response -----------------------------------------------------------------------------------------------------
 
 
 _encode = msgspec.json.Encoder().encode
+ITEMS = {
+    Kind.CONTENT: "message",
+    Kind.REASONING: "reasoning",
+}  # kind of a part -> type of its item, unless it is a call
 ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "prompt_cache_key", "user",
           "safety_identifier")  # fmt: skip
-FIXED = {  # fields of features that are not built
-    "service_tier": "default",
-    "top_logprobs": 0,
-}
 
 
 class ResponseSource:
@@ -240,7 +215,9 @@ class ResponseSource:
         self._generation = generation
         self._body = msgspec.json.decode(call.begun.body, type=ResponseRequest)
         rules = rules_of(context, chat_of(self._body), call.begun.prompts[0])
-        self._answers = ChatAnswers(call.begun.id, rules, context.tokenizer() if rules.marks else None)
+        tokenizer, top = context.tokenizer(), call.begun.params.logprobs
+        self._answers = ChatAnswers(call.begun.id, rules, tokenizer if rules.marks else None)
+        self._logprobs = None if top is None else TextLogprobs(TokenNames(tokenizer, as_ids=False), top)
         self._number = 0
         self._items: list[OutputItem] = []
         self._is_running = False
@@ -263,6 +240,8 @@ class ResponseSource:
                 self._is_running = True
                 (choice,) = item[1].outputs
                 self._reason = choice.finish_reason
+                if self._logprobs is not None:
+                    self._logprobs.hold(choice)
                 for part in self._answers.parts(choice):
                     for frame in self._part(part):
                         yield frame
@@ -276,16 +255,20 @@ class ResponseSource:
 
     def _part(self, part: Part) -> Iterator[Frame]:
         """Yield the events of the next part of the answer."""
-        kind = Kind.CALL if part.kind is Kind.ARGUMENTS else part.kind
-        if part.kind is Kind.CALL or not self._items or self._items[-1].kind is not kind:
+        logprobs = [] if self._logprobs is None else self._logprobs.take(part)
+        kind = ITEMS.get(part.kind)
+        if part.kind is Kind.CALL or (kind and (not self._items or self._items[-1].kind != kind)):
             yield from self._end_item("completed")
             yield from self._begin_item(part)
         if part.kind is not Kind.CALL:
-            yield self._event(*self._items[-1].grow(part.text))
+            yield self._event(*self._items[-1].grow(part.text, logprobs))
 
     def _begin_item(self, part: Part) -> Iterator[Frame]:
-        call = {"call_id": self._answers.call_id(0, part.call), "name": part.text} if part.kind is Kind.CALL else {}
-        self._items.append(OutputItem(part.kind, len(self._items), self._begun.id, **call))
+        kind, call = ITEMS.get(part.kind), {}
+        if kind is None:
+            kind = "custom_tool_call" if self._answers.is_custom(part.text) else "function_call"
+            call = {"call_id": self._answers.call_id(0, part.call), "name": part.text}
+        self._items.append(OutputItem(kind, len(self._items), self._begun.id, **call))
         yield from (self._event(*event) for event in self._items[-1].begin())
 
     def _end_item(self, status: str) -> Iterator[Frame]:
@@ -347,7 +330,8 @@ class ResponseSource:
             "text": {"format": {"type": "text"}, **(body.text or {})},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            **FIXED,
+            "service_tier": "default",
+            "top_logprobs": body.top_logprobs or 0,
             "seed": begun.prompts[0].seed,
             "system_fingerprint": begun.fingerprint,
         }
@@ -379,6 +363,7 @@ def _code(failure: ApiError) -> str:
 
 
 KIND = "responses"
+INCLUDE = ("include", "include[]")  # names of this parameter in a query; the openai client writes the second
 TRUE, FALSE = ("true", "True", "1"), ("false", "False", "0")
 
 
@@ -481,10 +466,38 @@ def _query(request: Request) -> dict[str, Any]:
         raise ApiError(400, message, param="starting_after", code="invalid_value")
     if query.get("include_obfuscation") in FALSE:
         del query["include_obfuscation"]
+    _refuse_others(query)
+    return {"stream": stream in TRUE, "starting_after": -1 if after is None else int(after)}
+
+
+def _refuse_others(query: Iterable[str]) -> None:
     for name in query:
         shown = ascii(name)[1:-1][:60]
         raise ApiError(400, f"{shown}: not supported; this is not built yet", param=shown, code="not_implemented")
-    return {"stream": stream in TRUE, "starting_after": -1 if after is None else int(after)}
+
+
+async def list_input_items(request: Request) -> Response:
+    """Handle GET /v1/responses/{id}/input_items: list what the response answers, from the last item to the first."""
+    query = dict(request.query_params)
+    included = [text for name in INCLUDE if query.pop(name, None) for text in request.query_params.getlist(name)]
+    check_include(included)
+    limit, order, after = query.pop("limit", "20"), query.pop("order", "desc"), query.pop("after", None)
+    _refuse_others(query)
+    if not limit.isascii() or not limit.isdigit() or len(limit) > 3 or not 1 <= int(limit) <= 100:
+        raise ApiError(400, "limit: must be a number from 1 to 100", param="limit", code="invalid_value")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order: must be asc or desc", param="order", code="invalid_value")
+    call = _fetch(request)
+    given = items_of(msgspec.json.decode(call.begun.body, type=ResponseRequest).input)
+    items = list(listed_items(given, call.begun.id, logprobs=LOGPROBS in included))[:: 1 if order == "asc" else -1]
+    start = 0 if after is None else next((at for at, item in enumerate(items, 1) if item["id"] == after), -1)
+    if start < 0:
+        raise ApiError(400, "after: must be the id of an item of this input", param="after", code="invalid_value")
+    data, first, last = items[start : start + int(limit)], None, None
+    if data:
+        first, last = data[0]["id"], data[-1]["id"]
+    more = {"first_id": first, "last_id": last, "has_more": start + len(data) < len(items)}
+    return json_response({"object": "list", "data": data, **more})
 
 
 async def cancel_response(request: Request) -> Response:

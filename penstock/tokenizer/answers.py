@@ -170,6 +170,43 @@ def thinking_ids(
     return (() if is_thinking else begin), end
 
 
+INPUT = "input"  # the only argument of a function that stands for a tool which is called with a text
+OPENING = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+HIGH = r"u[dD][89abAB][0-9a-fA-F]{2}"  # the first half of a character, whose second half may follow
+CHARS = re.compile(
+    rf'(?:[^"\\]|\\(?:[^u]|(?!{HIGH})u[0-9a-fA-F]{{4}}|{HIGH}(?:\\u[0-9a-fA-F]{{4}}|(?=[^\\]|\\[^u]))))*'
+)
+
+
+def quoted_input(text: str) -> str:
+    """Write the arguments of a function that stands for a tool which is called with a text."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
+class InputReader:
+    """Reads the text out of such arguments, piece by piece. Arguments of any other form are the text themselves."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_string: bool | None = None  # None: not known yet
+
+    def read(self, piece: str) -> str:
+        self._held += piece
+        if self._is_string is None:
+            opening = OPENING.match(self._held)
+            if opening is None and f'{{"{INPUT}":"'.startswith("".join(self._held.split())):
+                return ""
+            self._is_string = opening is not None
+            self._held = self._held[0 if opening is None else opening.end() :]
+        found = CHARS.match(self._held) if self._is_string else None
+        text = self._held if found is None else found[0]
+        self._held = self._held[len(text) :]
+        if not self._is_string:
+            return text
+        # A lone half of a character, which JSON allows, is no text.
+        return str(json.loads(f'"{text}"', strict=False)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class ReasoningCounter:
     """Counts the tokens of an answer that are reasoning. It reads bytes, because tokens may cut characters.
 

@@ -51,6 +51,10 @@ GETS = (
     "/", "/health", "/live", "/ready", "/ping", "/version", "/status", "/status/requests", "/metrics", "/openapi.json",
     "/docs", "/v1/models", "/v1/models/demo", "/v1/cache/pin", "/page/settings", "/v1/files", "/x" * 50,
 )  # fmt: skip
+TEXT_FORMS: tuple[dict[str, Any], ...] = (  # of custom tools: of responses, of chats
+    {"syntax": "regex", "definition": "[a-z]{1,9}"}, {"syntax": "lark", "definition": 'start: "a"'},
+    {"grammar": {"syntax": "regex", "definition": "[a-z]{1,9}"}}, {"grammar": {"syntax": "regex", "definition": "("}},
+)  # fmt: skip
 WORDS = ("a", "ab", "one", "two", "Hi", "x" * 40)
 
 
@@ -118,7 +122,9 @@ class RequestMaker:
         more: dict[str, Any]
         if path != COMPLETIONS and random.random() < 0.3:
             function = {"name": "f", "parameters": {"type": "object", **self._schema(1)}, "strict": True}
-            tool = {"type": "function", **(function if path == RESPONSES else {"function": function})}
+            text = {"type": "grammar", **random.choice(TEXT_FORMS)} if random.random() < 0.5 else {"type": "text"}
+            kind, value = random.choice((("function", function), ("custom", {"name": "f", "format": text})))
+            tool = {"type": kind, **(value if path == RESPONSES else {kind: value})}
             more = {"tools": [tool], "tool_choice": random.choice(("auto", "required"))}
         else:
             form: dict[str, Any] = random.choice((
@@ -128,10 +134,10 @@ class RequestMaker:
                 {"grammar": random.choice(('start: "a"', 'start: "a" start | "b"', "start:", "(" * 300))},
             ))  # fmt: skip
             more = {"structured_outputs": form}
-        value = {**BODIES[path], limit: random.randrange(1, 4), **more}
+        body = {**BODIES[path], limit: random.randrange(1, 4), **more}
         if random.random() < 0.1:
-            value = self._mutator.nearly(value)
-        return Sent("POST", path, self._mutator.json(value))
+            body = self._mutator.nearly(body)
+        return Sent("POST", path, self._mutator.json(body))
 
     def _schema(self, depth: int = 0) -> dict[str, Any]:
         """Draw a schema. Few are new, because compiling takes milliseconds; some cannot be followed."""
@@ -180,8 +186,10 @@ class RequestMaker:
             answer_id = random.choice(("resp_", "x" * 300, "%00", "..%2f", "resp_" + "0" * 32))
         path = f"{RESPONSES}/{answer_id}"
         after = random.choice(("", "&starting_after=0", "&starting_after=3", "&starting_after=-1", "&starting_after=x"))
+        listed = random.choice(("", "?limit=1", "?order=asc&limit=2", "?after=x", "?include[]=a"))
         return random.choice((
             Sent("GET", path, key=key), Sent("GET", f"{path}?stream=true{after}", key=key),
+            Sent("GET", f"{path}/input_items{listed}", key=key),
             Sent("POST", f"{path}/cancel", b"{}", key), Sent("DELETE", path, key=key),
         ))  # fmt: skip
 

@@ -12,7 +12,7 @@ from tokenizers import models
 from penstock.server.client_fields import UNSUPPORTED, ignored_fields
 from penstock.server.llama_cpp import ExtraFile, InfillRequest
 from penstock.server.messages import MessageRequest
-from penstock.server.openai_requests import ChatRequest, CompletionRequest, Message, Tool
+from penstock.server.openai_requests import ChatRequest, CompletionRequest, FunctionTool, Message
 from penstock.server.options import ServerOptions
 from penstock.server.responses import ResponseRequest
 from penstock.tokenizer.fill_in import MARKS, fill_in_of
@@ -25,7 +25,7 @@ from tests.server.test_tools import ADD, CALLED, SCHEMA, USER, fake
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, type[msgspec.Struct]] = {
     "chat": ChatRequest, "completions": CompletionRequest, "responses": ResponseRequest, "messages": MessageRequest,
-    "message": Message, "chat_tool": Tool, "completion": InfillRequest, "extra_file": ExtraFile,
+    "message": Message, "chat_tool": FunctionTool, "completion": InfillRequest, "extra_file": ExtraFile,
 }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def test_unknown_routes_and_methods() -> None:
     assert error_of(client.request("BREW", "/v1/models"), 405)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions/render", "/v1/responses/compact", "/v1/responses/a/input_items"])
+@pytest.mark.parametrize("path", ["/v1/completions/render", "/v1/responses/compact", "/v1/responses/input_tokens"])
 def test_planned_routes(path: str) -> None:
     """Guards against a planned route that looks like a typing mistake."""
     assert error_of(app_client().post(path, json={}), 404)["code"] == "not_implemented"

@@ -118,6 +118,68 @@ def test_previous_response(client: openai.OpenAI, server: RunningServer) -> None
         client.responses.create(model="fake", input="So?", previous_response_id="resp_0")
 
 
+def test_input_items(client: openai.OpenAI, server: RunningServer) -> None:
+    """Guards against pages that repeat or leave out an item, ids that change or are two items', and a conversation of
+    which only the last turn is listed."""
+    server.client.behaviour = Behaviour(text="One")
+    first = client.responses.create(model="fake", input="Hi", instructions="Be brief.")
+    answer = first.output[0]
+    given: Any = [
+        {"role": "user", "content": "And?", "id": "mine"},
+        {"role": "user", "content": [{"type": "input_text", "text": "So?"}], "id": "mine"},
+    ]
+    second = client.responses.create(model="fake", input=given, previous_response_id=first.id)
+    items: list[Any] = list(client.responses.input_items.list(second.id, order="asc"))
+    assert [item.content[0].text for item in items] == ["Hi", "One", "And?", "So?"]
+    assert [item.content[0].type for item in items] == ["input_text", "output_text", "input_text", "input_text"]
+    ids = [item.id for item in items]
+    assert ids[1:3] == [answer.id, "mine"]
+    assert len(set(ids)) == 4
+    for limit in (1, 2, 3, 4, 100):
+        assert list(client.responses.input_items.list(second.id, limit=limit)) == items[::-1]
+    page = client.responses.input_items.list(second.id, limit=3)
+    assert (page.data, page.has_more, page.first_id, page.last_id) == (items[:0:-1], True, ids[3], ids[1])  # type: ignore[attr-defined]
+    rest = client.responses.input_items.list(second.id, after=ids[1], include=["reasoning.encrypted_content"])
+    assert (rest.data, rest.has_more) == (items[:1], False)
+    server.client.behaviour = Behaviour(hang_at=3)
+    begun = client.responses.create(**WHOLE, background=True)
+    assert [item.content[0].text for item in client.responses.input_items.list(begun.id)] == ["Hi"]  # type: ignore[union-attr]
+    client.responses.delete(begun.id)
+    for query in ("limit=0", "limit=101", "limit=²", "order=up", "after=x", "include=a", "include[]=a", "before=x"):
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        wrong = get(f"{server.url}/v1/responses/{first.id}/input_items?{query}", headers=headers)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, query.partition("=")[0].removesuffix("[]"))
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}<think></think>", "{{ messages[0].content }}"])
+def test_logprobs(template: str) -> None:
+    """Guards against log-probabilities of thoughts and markup, of another text than the deltas', and of too few
+    tokens; and against an answer that is retrieved, or sent back, without them."""
+    engine = FakeEngineClient(Behaviour(text="<think>Hé, o.</think>\n\nHéllo, a<b."), chat_template=template)
+    asked: Any = {**WHOLE, "max_output_tokens": 99, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    with running(engine) as server, official_client(server.url) as client:
+        whole = client.responses.create(**asked)
+        part: Any = whole.output[-1].content[0]  # type: ignore[union-attr]
+        text = "Héllo, a<b." if "think" in template else str(engine.behaviour.text)
+        assert (part.text, whole.top_logprobs) == (text, 2)
+        assert bytes(byte for entry in part.logprobs for byte in entry.bytes) == text.encode()
+        assert {(entry.logprob, len(entry.top_logprobs)) for entry in part.logprobs} == {(-0.5, 2)}
+        events: list[Any] = list(client.responses.create(**asked, stream=True))
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        for event in deltas:
+            assert "".join(map(chr, (byte for entry in event.logprobs for byte in entry.bytes or ()))).encode(
+                "latin-1"
+            ) == event.delta.encode()  # fmt: skip
+        (done,) = (event for event in events if event.type == "response.output_text.done")
+        assert [entry.token for event in deltas for entry in event.logprobs] == [entry.token for entry in done.logprobs]
+        assert events[-1].response.output[-1].content == whole.output[-1].content  # type: ignore[union-attr]
+        assert client.responses.retrieve(whole.id).output == whole.output
+        more = client.responses.create(model="fake", input="So?", previous_response_id=whole.id)
+        for include, count in ((["message.output_text.logprobs"], len(part.logprobs)), ([], 0)):
+            items = list(client.responses.input_items.list(more.id, include=include))  # type: ignore[arg-type]
+            assert len(items[1].content[0].logprobs) == count  # type: ignore[union-attr]
+
+
 def test_background(client: openai.OpenAI, server: RunningServer) -> None:
     """Guards against a background response that ends with its connection, or a stream from a number that repeats."""
     server.client.behaviour = SLOW
@@ -237,6 +299,8 @@ def test_a_full_queue(client: openai.OpenAI, server: RunningServer) -> None:
         ({"max_tokens": 3}, "max_tokens: unknown field", "unknown_field"),
         ({"background": True, "store": False}, "background: ", "invalid_value"),
         ({"metadata": {"a": 1}}, "metadata", "invalid_type"),
+        ({"top_logprobs": 3}, "top_logprobs: only allowed with include", "invalid_value"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs: 21", "invalid_value"),
     ],
 )
 def test_refusals(server: RunningServer, fields: dict[str, Any], message: str, code: str) -> None:
@@ -255,7 +319,7 @@ def test_include_where_nothing_would_be_included() -> None:
         assert answer.status_code == 200, answer.text
         kinds = [item["type"] for item in answer.json()["output"]]
         assert kinds == ["message"] if "think" not in template else ["reasoning", "message"]
-    for other in (["message.output_text.logprobs"], ["reasoning.encrypted_content", "a"], "a"):
+    for other in (["message.output_text.logprob"], ["reasoning.encrypted_content", "a"], "a"):
         answer = app_client().post("/v1/responses", json={"input": "Hi", "include": other})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
 
@@ -326,7 +390,8 @@ def test_another_key_sees_nothing(server: RunningServer, client: openai.OpenAI) 
     """Guards against a client that reads, or ends, what another one has stored."""
     stored = client.responses.create(**WHOLE)
     with official_client(server.url, key="another") as other:
-        for attempt in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
+        listed = other.responses.input_items.list
+        for attempt in (other.responses.retrieve, other.responses.cancel, other.responses.delete, listed):
             with pytest.raises(openai.NotFoundError):
                 attempt(stored.id)
     assert client.responses.retrieve(stored.id) == stored
@@ -371,6 +436,7 @@ def test_a_new_server_goes_on(tmp_path: Any) -> None:
         begun = client.responses.create(**WHOLE, background=True)
         with client.responses.retrieve(begun.id, stream=True) as stream:
             shown = list(itertools.islice(stream, 10))  # 6 of them with text
+        listed = list(client.responses.input_items.list(begun.id))
         gone = client.responses.create(**WHOLE, background=True)
         client.responses.delete(gone.id)  # what came before is on the disk with it
         shutil.copy(tmp_path / "j", tmp_path / "copy")
@@ -383,6 +449,7 @@ def test_a_new_server_goes_on(tmp_path: Any) -> None:
         assert numbers == list(range(len(numbers)))
         assert rest[-1].response.output_text == ended.output_text
         assert client.responses.retrieve(begun.id).output_text == ended.output_text
+        assert list(client.responses.input_items.list(begun.id)) == listed
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(gone.id)
         with official_client(server.url, key="another") as other, pytest.raises(openai.NotFoundError):

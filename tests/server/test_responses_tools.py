@@ -1,5 +1,6 @@
 """Tools and reasoning in /v1/responses, through the official client: items, events, and calls that come back."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 
 from penstock.server.options import ServerOptions
@@ -127,6 +129,88 @@ def test_the_clients_own_readers(client: openai.OpenAI, server: RunningServer) -
     assert by_hand.endswith("<tool>3<tool>3<assistant><think>\n")
 
 
+NOTE: Any = {"type": "custom", "name": "note", "description": "Notes a text."}
+NOTED = (
+    'Take "it":\n\t\\é🎈 {"input": "x"}'  # of quotes, escapes, characters of several bytes, and what looks like a call
+)
+NOTES = (
+    f'Hm.</think>So.<tool_call>{{"name": "note", "arguments": {{"input": {json.dumps(NOTED)}}}}}</tool_call>{CALLED}'
+)
+
+
+def test_a_custom_tool(client: openai.OpenAI, server: RunningServer) -> None:
+    """Guards against a text that comes as JSON, in pieces that are no text, or that does not come back as it went; and
+    against a call of a function that is taken for one of a custom tool."""
+    server.client.behaviour = Behaviour(text=NOTES)
+    asked: Any = {**ASKED, "tools": [NOTE, *TOOLS]}
+    answer = client.responses.create(**asked)
+    assert [item.type for item in answer.output] == ["reasoning", "message", "custom_tool_call", "function_call"]
+    call: Any = answer.output[2]
+    assert (call.name, call.input, call.id[:4], call.call_id[:5]) == ("note", NOTED, "ctc_", "call_")
+    assert text_of(answer.output[3]) == '{"a": 1, "b": 2}'
+    assert answer.tools[0].to_dict() == NOTE
+    shown = json.loads(seen(server).partition("<tools>")[2].partition("\n")[0])[0]["function"]
+    assert (shown["name"], list(shown["parameters"]["properties"])) == ("note", ["input"])
+    events: list[Any] = list(client.responses.create(**asked, stream=True))
+    pieces = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert ("".join(pieces), len(pieces)) == (NOTED, len(NOTED))
+    (done,) = (event for event in events if event.type == "response.custom_tool_call_input.done")
+    assert (done.input, done.output_index) == (NOTED, 2)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [item.type for item in events[-1].response.output] == [item.type for item in answer.output]
+
+    outputs: Any = [
+        {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "noted"},
+        {"type": "function_call_output", "call_id": answer.output[3].call_id, "output": "3"},  # type: ignore[union-attr]
+    ]
+    history: Any = [{"role": "user", "content": QUESTION}, *answer.output, *outputs]
+    client.responses.create(model="fake", input=history, tools=[NOTE, *TOOLS])
+    by_hand = seen(server)
+    more = client.responses.create(model="fake", input=outputs, tools=[NOTE, *TOOLS], previous_response_id=answer.id)
+    assert seen(server) == by_hand
+    written = by_hand.partition("<tool_call>")[2].partition("</tool_call>")[0]
+    assert json.loads(written)["arguments"] == {"input": NOTED}
+    assert by_hand.endswith("<tool>noted<tool>3<assistant><think>\n")
+    listed: Any = list(client.responses.input_items.list(more.id))
+    assert [item.type for item in listed[:4]] == [
+        "function_call_output", "custom_tool_call_output", "function_call", "custom_tool_call"
+    ]  # fmt: skip
+    assert (listed[1].output, listed[1].id[:5], listed[3].input, listed[3].id) == ("noted", "ctco_", NOTED, call.id)
+
+
+@pytest.mark.parametrize("path", ["responses", "chat/completions"])
+def test_the_form_of_a_custom_tools_text(server: RunningServer, path: str) -> None:
+    """Guards against a form that is accepted and not demanded, also of escaped characters, and one that cannot be
+    demanded and is accepted; over both APIs."""
+    server.client.behaviour = Behaviour(text=NOTES)
+
+    def ask(form: Any, **more: Any) -> Any:
+        nested = path != "responses"
+        tool = {**{name: NOTE[name] for name in ("name", "description")}, "format": form}
+        if nested and form["type"] == "grammar":
+            tool["format"] = {"type": "grammar", "grammar": {name: form[name] for name in ("syntax", "definition")}}
+        body: Any = {"tools": [{"type": "custom", "custom": tool} if nested else {"type": "custom", **tool}], **more}
+        asked = {"messages": [{"role": "user", "content": QUESTION}]} if nested else {"input": QUESTION}
+        return send(f"{server.url}/v1/{path}", json={**asked, **body})
+
+    def follows(text: str) -> bool:
+        grammar, tokens = server.client.seen[-1][1].structured_outputs.grammar, LLTokenizer("byte")
+        call = f'x</think><tool_call>\n{{"name": "note", "arguments": {{"input": {json.dumps(text)}}}}}\n</tool_call>'
+        ids = tokens.tokenize_str(call)
+        return bool(LLMatcher(tokens, grammar).try_consume_tokens(ids) == len(ids))
+
+    assert ask({"type": "text"}).status_code == 200
+    assert follows("anything")
+    for choice in ("auto", "required"):
+        assert (
+            ask({"type": "grammar", "syntax": "regex", "definition": 'a+\n"|b'}, tool_choice=choice).status_code == 200
+        )
+        assert [follows(text) for text in ('aa\n"', "b", "ab", "a", "")] == [True, True, False, False, False]
+    lark = ask({"type": "grammar", "syntax": "lark", "definition": 'start: "a"'})
+    assert (lark.status_code, lark.json()["error"]["code"]) == (400, "not_implemented"), lark.text
+    assert "lark" in lark.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "choice",
     [
@@ -134,6 +218,7 @@ def test_the_clients_own_readers(client: openai.OpenAI, server: RunningServer) -
         {"tool_choice": "none"},
         {"tool_choice": "required", "parallel_tool_calls": False},
         {"tool_choice": {"type": "function", "name": "add"}},
+        {"tool_choice": {"type": "custom", "name": "add"}},
         {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}},
         {"text": {"format": {"type": "json_object"}}},
     ],
@@ -143,8 +228,8 @@ def test_a_response_is_a_chat(server: RunningServer, choice: dict[str, Any]) -> 
     server.client.behaviour = Behaviour(text=f"</think>{CALLED}")
     of_chat = dict(choice)
     value = choice.get("tool_choice")
-    if isinstance(value, dict) and value["type"] == "function":
-        of_chat["tool_choice"] = {"type": "function", "function": {"name": value["name"]}}
+    if isinstance(value, dict) and "name" in value:
+        of_chat["tool_choice"] = {"type": value["type"], value["type"]: {"name": value["name"]}}
     elif isinstance(value, dict):
         tools = [{"type": "function", "function": {"name": "weather"}}]
         of_chat["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}

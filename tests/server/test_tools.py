@@ -247,6 +247,33 @@ def test_reasoning_that_is_not_wanted() -> None:
     assert parts[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("Hm, so.\n</think>")
 
 
+def test_custom_tools_in_a_chat() -> None:
+    """Guards against a text that comes as JSON, and a conversation with it that the template does not show."""
+    note: Any = {"type": "custom", "custom": {"name": "note"}}
+    text = 'Take "it".\n'
+    called = f'<tool_call>{{"name": "note", "arguments": {{"input": {json.dumps(text)}}}}}</tool_call>'
+    choice, (prompt, params) = ask(called, {"tools": [note, ADD]})
+    (call,) = choice["message"]["tool_calls"]
+    assert call == {"id": call["id"], "type": "custom", "custom": {"name": "note", "input": text}}
+    assert choice["finish_reason"] == "tool_calls"
+    assert params.structured_outputs is not None
+    deltas = [part["delta"] for part in streamed(called, {"tools": [note, ADD], "stream": True})]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert {key: calls[0][key] for key in ("type", "custom")} == {
+        "type": "custom",
+        "custom": {"name": "note", "input": ""},
+    }
+    assert "".join(call["custom"]["input"] for call in calls) == text
+    turns: list[Any] = [USER, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "noted"}]
+    _, (prompt, _) = ask("So.", {"messages": turns, "tools": [note, ADD]})
+    shown = json.loads(prompt.partition("<tool_call>")[2].partition("</tool_call>")[0])
+    assert (shown["name"], shown["arguments"]) == ("note", {"input": text})
+    for wrong in ({**call, "type": "function"}, {**call, "function": {"name": "a", "arguments": ""}}, {"id": "a"}):
+        error = refused({"messages": [USER, {**choice["message"], "tool_calls": [wrong]}]})
+        assert error["param"] == "messages[1].tool_calls[0]"
+    assert refused({"tools": [{**note, "function": ADD["function"]}]})["code"] == "unknown_field"
+
+
 def test_reasoning_and_calls() -> None:
     """Guards against calls inside of thoughts, and a demanded call that leaves no room for thoughts."""
     text = f"I might {CALLED}.</think>{CALLED}"

@@ -22,11 +22,13 @@ from penstock.tokenizer.answers import (
     AnswerParser,
     Calls,
     Function,
+    InputReader,
     Message,
     ReasoningCounter,
     answer_grammar,
     call_id,
     literal,
+    quoted_input,
     read_message,
 )
 
@@ -250,3 +252,31 @@ def test_the_grammar_of_text_with_calls(name: str) -> None:
     assert allows(answer, "[1]")
     assert allows(answer, ONE[name])
     assert not allows(answer, "Just text.")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.booleans(), st.data())
+def test_the_text_of_a_custom_tool(text: str, ascii_only: bool, data: st.DataObject) -> None:
+    """Guards against escapes and halves of characters that are cut between two pieces, and a text of other letters."""
+    written = json.dumps({"input": text}) if ascii_only else quoted_input(text)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(written)), max_size=5)))
+    pieces = [written[start:end] for start, end in itertools.pairwise([0, *cuts, len(written)])]
+    for parts in (pieces, list(written), [written]):
+        reader = InputReader()
+        assert "".join(map(reader.read, parts)) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\ud800b"}', "a\ufffdb"), ('{"input": "\\ud83d\\n"}', "\ufffd\n"),
+        ('{"input":"\\udc00"}', "\ufffd"), ('{"input": "\\ud83d\\u0041"}', "\ufffdA"),
+        ('{"patch": "x"}', '{"patch": "x"}'), ('{"input": {}}', '{"input": {}}'), ("just text", "just text"),
+        ('{"input": "cut \\u12', "cut "), ('{"inp', ""),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_no_such_text(arguments: str, text: str) -> None:
+    """Guards against half a character, which cannot be sent, and against losing what a model writes in another form."""
+    reader = InputReader()
+    assert "".join(map(reader.read, arguments)) == text
+    assert InputReader().read(arguments) == text

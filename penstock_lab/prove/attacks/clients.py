@@ -175,10 +175,11 @@ def cancel_anothers(target: Target) -> int:
     ids = ("the-same", "resp_1", "cmpl-1-0", "..%2f..", "x" * 5000, "'%20OR%201=1")
     with target.client() as http:
         for given in ids:
-            for method, path in (("POST", f"/v1/responses/{given}/cancel"), ("GET", f"/v1/responses/{given}")):
+            for method, action in (("POST", "/cancel"), ("GET", ""), ("GET", "/input_items")):
+                path = f"/v1/responses/{given}{action}"
                 answer = http.request(method, path)
                 target.judge(f"{method} {path[:60]}", answer.status_code, answer.content, (400, 404))
-    return 2 * len(ids)
+    return 3 * len(ids)
 
 
 def half_a_character(target: Target) -> int:

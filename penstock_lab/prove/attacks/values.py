@@ -58,6 +58,12 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
+CUSTOM: tuple[dict[str, Any], ...] = (
+    {}, {"name": "a b"}, {"name": "a", "format": {"type": "grammar"}},
+    *({"name": "a", "format": {"type": "grammar", "grammar": {"syntax": kind, "definition": text}}} for kind, text in (
+        ("regex", "("), ("regex", "(?!a)"), ("lark", "start: start"), ("lark", "x"), ("ebnf", "a"),
+    )),
+)  # fmt: skip
 BAD_INPUTS: tuple[Any, ...] = ("", [], [""], [[]], [[10**9]], [1, "a"], {}, None)
 BAD_EMBEDDINGS: list[dict[str, Any]] = [
     *({"input": value} for value in BAD_INPUTS),
@@ -321,5 +327,6 @@ JSON_BODIES: tuple[Attack, ...] = (
             for kind in ("multipart/form-data; boundary=x", "text/plain", "application/x-www-form-urlencoded", "*/*")
         ],
     ),
+    refused("custom tools", *each("tools", [[{"type": "custom", "custom": tool}] for tool in CUSTOM]), path=CHAT_PATH),
     Calls("a wrong field in a chat", [Call({**CHAT, "prompt": "a"}, (400,), CHAT_PATH)]),
 )
