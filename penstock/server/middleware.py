@@ -342,8 +342,9 @@ def sent_key(headers: Headers) -> bytes:
 
 
 GENERATING_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat", "/api/generate", "/completion", "/chat"}
-)
+    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/api/chat", "/api/generate", "/completion", "/infill",
+     "/chat"}
+)  # fmt: skip
 
 
 class OverloadMiddleware:

@@ -19,6 +19,7 @@ from penstock.client import process
 from penstock.errors import EngineOverloadedError
 from penstock.server.middleware import MAX_REFUSAL_LINES, _RefusalLines
 from penstock.server.timelines import RequestLog
+from penstock_lab.prove.attacks.attack import BODIES as EXAMPLES
 from penstock_lab.prove.servers import QUICK
 from tests.server.fakes import Behaviour, FakeEngineClient, FakeTokenizer
 from tests.server.harness import QUIET, WAIT_S, RunningServer, app_client, get, samples, send, stream, wait_until
@@ -26,6 +27,15 @@ from tests.server.test_sockets import post
 
 BODY = {"prompt": "a", "max_tokens": 5}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_no_request_is_counted_for_ever(path: str) -> None:
+    """Guards against a route whose refused requests count as arriving: new ones were refused, and the server did not
+    stop."""
+    client = app_client(FakeEngineClient(max_model_len=2))  # has room for no prompt
+    client.post(path, json=EXAMPLES[path])
+    assert not client.app.state.context.arriving  # type: ignore[attr-defined]
 
 
 class CountingTokenizer(FakeTokenizer):

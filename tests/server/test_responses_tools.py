@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -130,9 +130,7 @@ def test_the_clients_own_readers(client: openai.OpenAI, server: RunningServer) -
 
 
 NOTE: Any = {"type": "custom", "name": "note", "description": "Notes a text."}
-NOTED = (
-    'Take "it":\n\t\\é🎈 {"input": "x"}'  # of quotes, escapes, characters of several bytes, and what looks like a call
-)
+NOTED = 'Take "it":\n\t\\é🎈 {"input": "x"}'  # quotes, escapes, long characters, and what looks like a call
 NOTES = (
     f'Hm.</think>So.<tool_call>{{"name": "note", "arguments": {{"input": {json.dumps(NOTED)}}}}}</tool_call>{CALLED}'
 )
@@ -145,7 +143,7 @@ def test_a_custom_tool(client: openai.OpenAI, server: RunningServer) -> None:
     asked: Any = {**ASKED, "tools": [NOTE, *TOOLS]}
     answer = client.responses.create(**asked)
     assert [item.type for item in answer.output] == ["reasoning", "message", "custom_tool_call", "function_call"]
-    call: Any = answer.output[2]
+    call, called = cast(Any, answer.output[2]), cast(Any, answer.output[3])
     assert (call.name, call.input, call.id[:4], call.call_id[:5]) == ("note", NOTED, "ctc_", "call_")
     assert text_of(answer.output[3]) == '{"a": 1, "b": 2}'
     assert answer.tools[0].to_dict() == NOTE
@@ -161,7 +159,7 @@ def test_a_custom_tool(client: openai.OpenAI, server: RunningServer) -> None:
 
     outputs: Any = [
         {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "noted"},
-        {"type": "function_call_output", "call_id": answer.output[3].call_id, "output": "3"},  # type: ignore[union-attr]
+        {"type": "function_call_output", "call_id": called.call_id, "output": "3"},
     ]
     history: Any = [{"role": "user", "content": QUESTION}, *answer.output, *outputs]
     client.responses.create(model="fake", input=history, tools=[NOTE, *TOOLS])
