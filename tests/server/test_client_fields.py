@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as HFTokenizersTokenizer
 from tokenizers import models
 
 from penstock.server.client_fields import UNSUPPORTED, ignored_fields
+from penstock.server.embeddings import EmbeddingRequest
 from penstock.server.llama_cpp import ExtraFile, InfillRequest
 from penstock.server.messages import MessageRequest
 from penstock.server.openai_requests import ChatRequest, CompletionRequest, FunctionTool, Message
@@ -26,6 +27,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, type[msgspec.Struct]] = {
     "chat": ChatRequest, "completions": CompletionRequest, "responses": ResponseRequest, "messages": MessageRequest,
     "message": Message, "chat_tool": FunctionTool, "completion": InfillRequest, "extra_file": ExtraFile,
+    "pooling": EmbeddingRequest,
 }  # fmt: skip
 
 
