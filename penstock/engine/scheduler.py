@@ -28,6 +28,7 @@ When a step fails, it is unknown which of its requests is to blame. Each of them
 so that only the one to blame fails.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from penstock.interface.step import NO_ADAPTER, NewRequest, ScheduledRequest, Sc
 
 NO_DRAFTS: Mapping[str, list[int]] = {}
 FLOWS_IN_A_STEP, LEAST_OF_A_FLOW = 8, 128  # prompts of one of several flows get this part of a step, and so many tokens
+SHARED_S = 1.0  # so long after several flows were there, the next request of another one is expected
 MAX_HELD_BACK = 64  # waiting requests per step that may be skipped because another computes their prefix
 
 
@@ -179,6 +181,7 @@ class Scheduler:
         self.max_num_batched_tokens = scheduling.max_num_batched_tokens
         self.whole_prompts = scheduling.whole_prompts
         self.policy = scheduling.make_policy(max_model_len)
+        self._shared_until = -math.inf  # on the policy's clock
         self.pace = None if scheduling.max_stall_s is None else Pace(scheduling.max_stall_s)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -351,9 +354,13 @@ class Scheduler:
     def _most_of_a_flow(self) -> int:
         """Compute how many prompt tokens of one flow a step may have: others do not wait for all of its prompts.
 
-        Prompts of a flow that is alone, and of requests without a flow, have all of the step; so have whole prompts.
+        Prompts of a flow that has been alone for SHARED_S, and of requests without a flow, have all of the step; so
+        have whole prompts.
         """
-        if len(self.policy.open) < 2 or self.whole_prompts:
+        now = self.policy.clock()
+        if len(self.policy.open) > 1:
+            self._shared_until = now + SHARED_S
+        if now >= self._shared_until or self.whole_prompts:
             return self.max_num_batched_tokens
         return max(LEAST_OF_A_FLOW, self.max_num_batched_tokens // FLOWS_IN_A_STEP)
 

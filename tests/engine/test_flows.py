@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.engine import Engine
-from penstock.engine.scheduler import LEAST_OF_A_FLOW
+from penstock.engine.scheduler import LEAST_OF_A_FLOW, SHARED_S
 from penstock.interface.step import SchedulerOutput
 from tests.fakes_engine import expected_outputs, make_engine, request, token_ids
 
@@ -44,8 +44,11 @@ def test_a_call_of_many_choices_keeps_no_short_one_out(num_blocks: int) -> None:
 
 def test_a_step_has_a_part_of_a_flows_prompts_while_others_are_there() -> None:
     """Guards against steps full of one key's long prompts, for each of which the others' first tokens wait; against a
-    limit where nobody else is there; and against a flow that waits because another has had its part."""
-    engine = make_engine(num_blocks=4000, max_num_seqs=8, max_num_batched_tokens=1024, max_model_len=2048)
+    limit where nobody else is there, or has been a moment ago; and against a flow that waits because another has had
+    its part."""
+    now = [5.0]
+    sizes = {"num_blocks": 4000, "max_num_seqs": 8, "max_num_batched_tokens": 1024, "max_model_len": 2048}
+    engine = make_engine(**sizes, clock=lambda: now[0])
     plans: list[dict[str, int]] = []
     schedule = engine.scheduler.schedule
 
@@ -65,6 +68,13 @@ def test_a_step_has_a_part_of_a_flows_prompts_while_others_are_there() -> None:
     assert plans[-1] == {"long1": LEAST_OF_A_FLOW, "a": 3, "b": 3}
     engine.step()
     assert plans[-1] == {"long1": 48, "long2": LEAST_OF_A_FLOW - 48, "a": 1, "b": 1}
+    while plans[-1].keys() & {"a", "b"}:
+        engine.step()
+    assert sum(plans[-1].values()) == LEAST_OF_A_FLOW
+    engine.add_request(request("long4", [9] * 2000, max_tokens=1, flow="crowd"))
+    now[0] += SHARED_S
+    engine.step()
+    assert sum(plans[-1].values()) == 1024
     order_of_ends(engine)
 
 
