@@ -1,6 +1,8 @@
 """Shared by all tests: the list of checklist rows that the passing tests cover, printed at the end of a run."""
 
+import asyncio
 import gc
+import inspect
 import re
 
 import pytest
@@ -37,6 +39,16 @@ def pytest_itemcollected(item):
     """Mark the tests that need a browser: they are a stage of their own."""
     if "chromium" in getattr(item, "fixturenames", ()):
         item.add_marker("browser")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(trylast=True)

@@ -264,25 +264,21 @@ def test_constraints_are_refused_by_name(field: dict[str, Any]) -> None:
 
 
 @pytest.mark.covers("C17")
-def test_after_the_death_of_the_engine(
+async def test_after_the_death_of_the_engine(
     expected: BeamSearchOutput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Guards against a search that is lost with its engine, or begins anew and finds something else; against AsyncLLM
     finding another answer than LLM; and against a record without the copies of blocks, which replays to other bits."""
-
-    async def scenario() -> None:
-        async with AsyncLLM(model="demo", max_num_seqs=8, record_dir=str(tmp_path)) as llm:
-            steps = llm.status().stats.num_steps_total
-            task = asyncio.create_task(llm.beam_search(STORY, PARAMS))
-            while llm.status().stats.num_steps_total < steps + 20:
-                await asyncio.sleep(0.001)
-            assert not task.done()
-            os.kill(llm.status().pid or 0, signal.SIGKILL)
-            assert await task == expected
-            assert llm.status().restarts == 1
-            assert llm.status().stats.num_running == 0
-
-    asyncio.run(scenario())
+    async with AsyncLLM(model="demo", max_num_seqs=8, record_dir=str(tmp_path)) as llm:
+        steps = llm.status().stats.num_steps_total
+        task = asyncio.create_task(llm.beam_search(STORY, PARAMS))
+        while llm.status().stats.num_steps_total < steps + 20:
+            await asyncio.sleep(0.001)
+        assert not task.done()
+        os.kill(llm.status().pid or 0, signal.SIGKILL)
+        assert await task == expected
+        assert llm.status().restarts == 1
+        assert llm.status().stats.num_running == 0
     (file,) = tmp_path.iterdir()
     if levels():
         assert main(["replay", str(file), "--json"]) == 0
@@ -384,18 +380,14 @@ def test_a_model_that_samples_by_default_searches_all_the_same() -> None:
     assert scripted.complete("/v1/completions", {"prompt": STORY, **SEARCH})["choices"]
 
 
-def test_leaving_ends_the_search() -> None:
+async def test_leaving_ends_the_search() -> None:
     """Guards against beams that nobody waits for any more."""
-
-    async def scenario() -> None:
-        server = ScriptedServer("demo")
-        params = SamplingParams(n=4, use_beam_search=True, max_tokens=60, ignore_eos=True)
-        async with aclosing(server.client.generate(PromptRequest.of(STORY, params))) as outputs:
-            pending: asyncio.Task[RequestOutput] = asyncio.ensure_future(anext(outputs))
-            while not server.client.engine.stats().num_running:
-                await asyncio.sleep(0)
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-        assert server.client.leftovers() is None
-
-    asyncio.run(scenario())
+    server = ScriptedServer("demo")
+    params = SamplingParams(n=4, use_beam_search=True, max_tokens=60, ignore_eos=True)
+    async with aclosing(server.client.generate(PromptRequest.of(STORY, params))) as outputs:
+        pending: asyncio.Task[RequestOutput] = asyncio.ensure_future(anext(outputs))
+        while not server.client.engine.stats().num_running:
+            await asyncio.sleep(0)
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+    assert server.client.leftovers() is None

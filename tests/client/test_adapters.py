@@ -175,131 +175,107 @@ def adapter(folder, name: str, content: str) -> LoRARequest:
     return LoRARequest(name, str(path))
 
 
-def test_a_request_keeps_the_content_it_began_with(monkeypatch, tmp_path):
+async def test_a_request_keeps_the_content_it_began_with(monkeypatch, tmp_path):
     """Guards against a stream that changes its adapter in the middle, because the name was given to another one, or
     taken away; and against adapters that stay in the engine for ever."""
-
-    async def scenario():
-        async with World(monkeypatch, tmp_path) as world:
-            first = await world.client.load_adapter(adapter(tmp_path, "sql", "one"))
-            old, base = world.read(first), world.read(None)
-            await world.begun("one", None)
-            with pytest.raises(InvalidRequestError, match="loaded with other content"):
-                await world.client.load_adapter(adapter(tmp_path, "sql", "two"))
-            second = await world.client.load_adapter(adapter(tmp_path, "sql", "two"), load_inplace=True)
-            assert (first.name, first.id == second.id) == (second.name, False)
-            new = world.read(second)
-            await world.begun("one", "two", None)
-            assert await world.client.unload_adapter("sql")
-            assert not await world.client.unload_adapter("sql")
-            assert world.client.adapters() == []
-            assert await world.finish(old, base, new) == [tokens_of("one"), tokens_of(None), tokens_of("two")]
-            assert world.living[0].adapters == {}
-            with pytest.raises(InvalidRequestError, match="not loaded, or no longer"):
-                await world.read(second)
-
-    asyncio.run(scenario())
+    async with World(monkeypatch, tmp_path) as world:
+        first = await world.client.load_adapter(adapter(tmp_path, "sql", "one"))
+        old, base = world.read(first), world.read(None)
+        await world.begun("one", None)
+        with pytest.raises(InvalidRequestError, match="loaded with other content"):
+            await world.client.load_adapter(adapter(tmp_path, "sql", "two"))
+        second = await world.client.load_adapter(adapter(tmp_path, "sql", "two"), load_inplace=True)
+        assert (first.name, first.id == second.id) == (second.name, False)
+        new = world.read(second)
+        await world.begun("one", "two", None)
+        assert await world.client.unload_adapter("sql")
+        assert not await world.client.unload_adapter("sql")
+        assert world.client.adapters() == []
+        assert await world.finish(old, base, new) == [tokens_of("one"), tokens_of(None), tokens_of("two")]
+        assert world.living[0].adapters == {}
+        with pytest.raises(InvalidRequestError, match="not loaded, or no longer"):
+            await world.read(second)
 
 
-def test_a_successor_has_the_adapters_before_the_requests(monkeypatch, tmp_path):
+async def test_a_successor_has_the_adapters_before_the_requests(monkeypatch, tmp_path):
     """Guards against streams that a death of the engine ends, because the next one lacks their adapter."""
-
-    async def scenario():
-        modules = [adapter(tmp_path, "a", "one"), adapter(tmp_path, "b", "two")]
-        async with World(monkeypatch, tmp_path, modules=modules) as world:
-            one, two = world.client.adapters()
-            assert one.info.rank == 4
-            readers = [world.read(one), world.read(two), world.read(None)]
-            await world.begun("one", "two", None)
-            await world.client.unload_adapter("b")  # the new engine needs it all the same
-            await world.kill(world.living[0])
-            await world.begun("one", "two", None)
-            assert await world.finish(*readers) == [tokens_of("one"), tokens_of("two"), tokens_of(None)]
-            assert list(world.living[0].adapters) == [one.id]
-
-    asyncio.run(scenario())
+    modules = [adapter(tmp_path, "a", "one"), adapter(tmp_path, "b", "two")]
+    async with World(monkeypatch, tmp_path, modules=modules) as world:
+        one, two = world.client.adapters()
+        assert one.info.rank == 4
+        readers = [world.read(one), world.read(two), world.read(None)]
+        await world.begun("one", "two", None)
+        await world.client.unload_adapter("b")  # the new engine needs it all the same
+        await world.kill(world.living[0])
+        await world.begun("one", "two", None)
+        assert await world.finish(*readers) == [tokens_of("one"), tokens_of("two"), tokens_of(None)]
+        assert list(world.living[0].adapters) == [one.id]
 
 
-def test_an_adapter_that_has_changed_ends_its_own_streams_only(monkeypatch, tmp_path):
+async def test_an_adapter_that_has_changed_ends_its_own_streams_only(monkeypatch, tmp_path):
     """Guards against other weights in the middle of an answer, and against the end of streams that have their own."""
-
-    async def scenario():
-        modules = [adapter(tmp_path, "a", "one"), adapter(tmp_path, "b", "two")]
-        async with World(monkeypatch, tmp_path, modules=modules) as world:
-            one, two = world.client.adapters()
-            readers = [world.read(one), world.read(two)]
-            await world.begun("one", "two")
-            adapter(tmp_path, "a", "three")
-            world.refuses = lambda child, path, sha256: path.endswith("/a")
-            await world.kill(world.living[0])
-            with pytest.raises(RequestFailedError, match="adapter a could not be loaded again"):
-                await readers[0]
-            assert await world.finish(readers[1]) == [tokens_of("two")]
-            assert world.client.adapters() == [two]
-            world.refuses = lambda child, path, sha256: False
-            again = await world.client.load_adapter(adapter(tmp_path, "a", "three"))
-            assert await world.finish(world.read(again)) == [tokens_of("three")]
-
-    asyncio.run(scenario())
+    modules = [adapter(tmp_path, "a", "one"), adapter(tmp_path, "b", "two")]
+    async with World(monkeypatch, tmp_path, modules=modules) as world:
+        one, two = world.client.adapters()
+        readers = [world.read(one), world.read(two)]
+        await world.begun("one", "two")
+        adapter(tmp_path, "a", "three")
+        world.refuses = lambda child, path, sha256: path.endswith("/a")
+        await world.kill(world.living[0])
+        with pytest.raises(RequestFailedError, match="adapter a could not be loaded again"):
+            await readers[0]
+        assert await world.finish(readers[1]) == [tokens_of("two")]
+        assert world.client.adapters() == [two]
+        world.refuses = lambda child, path, sha256: False
+        again = await world.client.load_adapter(adapter(tmp_path, "a", "three"))
+        assert await world.finish(world.read(again)) == [tokens_of("three")]
 
 
 @pytest.mark.parametrize("engines", [{"num_engines": 2}, {"standby": True}], ids=["replicas", "standby"])
-def test_every_engine_has_an_adapter_or_none(monkeypatch, tmp_path, engines):
+async def test_every_engine_has_an_adapter_or_none(monkeypatch, tmp_path, engines):
     """Guards against an adapter that one engine of several has, or that the standby lacks when it takes over."""
-
-    async def scenario():
-        async with World(monkeypatch, tmp_path, **engines) as world:
-            await until(lambda: len(world.living) == 2, 10)
-            world.refuses = lambda child, path, sha256: (
-                child.epoch == world.children[1].epoch and child is world.children[1]
-            )
-            with pytest.raises(InvalidRequestError, match="is not for me"):
-                await world.client.load_adapter(adapter(tmp_path, "a", "one"))
-            assert [child.adapters for child in world.living] == [{}, {}]
-            assert world.client.adapters() == []
-            world.refuses = lambda child, path, sha256: False
-            loaded = await world.client.load_adapter(adapter(tmp_path, "a", "one"))
-            assert [list(child.adapters) for child in world.living] == [[loaded.id]] * 2
-            before = len(world.loads)
-            assert await world.client.load_adapter(adapter(tmp_path, "a", "one")) is loaded
-            assert len(world.loads) == before
-            reader = world.read(loaded)
-            await world.begun("one")
-            busy = next(child for child in world.living if child.requests)
-            busy.say(None)
-            assert await world.finish(reader) == [tokens_of("one")]
-
-    asyncio.run(scenario())
+    async with World(monkeypatch, tmp_path, **engines) as world:
+        await until(lambda: len(world.living) == 2, 10)
+        world.refuses = lambda child, path, sha256: (
+            child.epoch == world.children[1].epoch and child is world.children[1]
+        )
+        with pytest.raises(InvalidRequestError, match="is not for me"):
+            await world.client.load_adapter(adapter(tmp_path, "a", "one"))
+        assert [child.adapters for child in world.living] == [{}, {}]
+        assert world.client.adapters() == []
+        world.refuses = lambda child, path, sha256: False
+        loaded = await world.client.load_adapter(adapter(tmp_path, "a", "one"))
+        assert [list(child.adapters) for child in world.living] == [[loaded.id]] * 2
+        before = len(world.loads)
+        assert await world.client.load_adapter(adapter(tmp_path, "a", "one")) is loaded
+        assert len(world.loads) == before
+        reader = world.read(loaded)
+        await world.begun("one")
+        busy = next(child for child in world.living if child.requests)
+        busy.say(None)
+        assert await world.finish(reader) == [tokens_of("one")]
 
 
-def test_an_adapter_that_ends_the_engine_is_given_up(monkeypatch, tmp_path):
+async def test_an_adapter_that_ends_the_engine_is_given_up(monkeypatch, tmp_path):
     """Guards against an adapter that ends one engine after the other, and against a caller who waits for ever."""
-
-    async def scenario():
-        async with World(monkeypatch, tmp_path) as world:
-            world.dies_of = str(tmp_path / "a")
-            with pytest.raises(EngineDeadError, match="died while it loaded the adapter"):
-                await world.client.load_adapter(adapter(tmp_path, "a", "one"))
-            await until(lambda: world.client.status().state is EngineState.READY, 10)
-            assert await world.finish(world.read(None)) == [tokens_of(None)]
-            assert (len(world.loads), world.client.status().restarts) == (1, 1)
-
-    asyncio.run(scenario())
+    async with World(monkeypatch, tmp_path) as world:
+        world.dies_of = str(tmp_path / "a")
+        with pytest.raises(EngineDeadError, match="died while it loaded the adapter"):
+            await world.client.load_adapter(adapter(tmp_path, "a", "one"))
+        await until(lambda: world.client.status().state is EngineState.READY, 10)
+        assert await world.finish(world.read(None)) == [tokens_of(None)]
+        assert (len(world.loads), world.client.status().restarts) == (1, 1)
 
 
-def test_a_server_does_not_start_without_its_adapters(monkeypatch, tmp_path):
+async def test_a_server_does_not_start_without_its_adapters(monkeypatch, tmp_path):
     """Guards against a server that looks ready, and has no adapter."""
-
-    async def scenario():
-        world = World(monkeypatch, tmp_path, modules=[adapter(tmp_path, "a", "one")])
-        world.refuses = lambda child, path, sha256: True
-        with pytest.raises(InvalidRequestError, match="is not for me"):
-            await world.client.start()
-        with pytest.raises(InvalidRequestError, match="is not for me"):
-            world.client.model_info  # noqa: B018
-        await world.client.shutdown()
-
-    asyncio.run(scenario())
+    world = World(monkeypatch, tmp_path, modules=[adapter(tmp_path, "a", "one")])
+    world.refuses = lambda child, path, sha256: True
+    with pytest.raises(InvalidRequestError, match="is not for me"):
+        await world.client.start()
+    with pytest.raises(InvalidRequestError, match="is not for me"):
+        world.client.model_info  # noqa: B018
+    await world.client.shutdown()
     with pytest.raises(InvalidRequestError, match=r"lora_path: .*no adapter_config\.json"):
         World(monkeypatch, tmp_path, modules=[LoRARequest("x", str(tmp_path))])
 
@@ -312,17 +288,13 @@ def test_modules_are_named_in_vllms_ways() -> None:
             LoRAConfig(enable_lora=True, lora_modules=[wrong])
 
 
-def test_there_is_a_place_for_so_many(monkeypatch, tmp_path):
+async def test_there_is_a_place_for_so_many(monkeypatch, tmp_path):
     """Guards against an engine that drops an adapter with a name, because a further one is loaded."""
-
-    async def scenario():
-        async with World(monkeypatch, tmp_path) as world:
-            for name in "abc":
-                await world.client.load_adapter(adapter(tmp_path, name, name))
-            with pytest.raises(InvalidRequestError, match="3 adapters are loaded"):
-                await world.client.load_adapter(adapter(tmp_path, "d", "d"))
-            await world.client.unload_adapter("b")
+    async with World(monkeypatch, tmp_path) as world:
+        for name in "abc":
+            await world.client.load_adapter(adapter(tmp_path, name, name))
+        with pytest.raises(InvalidRequestError, match="3 adapters are loaded"):
             await world.client.load_adapter(adapter(tmp_path, "d", "d"))
-            assert [one.name for one in world.client.adapters()] == ["a", "c", "d"]
-
-    asyncio.run(scenario())
+        await world.client.unload_adapter("b")
+        await world.client.load_adapter(adapter(tmp_path, "d", "d"))
+        assert [one.name for one in world.client.adapters()] == ["a", "c", "d"]

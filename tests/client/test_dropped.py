@@ -56,22 +56,18 @@ def test_an_llm_that_is_dropped_ends_its_process_and_its_thread():
     assert not thread.is_alive()
 
 
-def test_an_async_llm_that_is_dropped_ends_its_process():
+async def test_an_async_llm_that_is_dropped_ends_its_process():
     """Guards against tasks of the event loop that keep a client, and its process, which nobody can reach any more."""
-
-    async def scenario():
-        llm = AsyncLLM(model="demo")
-        await llm.start()
-        stream = llm.generate("Once", ENDLESS)
-        await anext(stream)
-        pid = llm.status().pid
-        await stream.aclose()
-        with pytest.warns(ResourceWarning, match="without shutdown"):  # noqa: PT031 (both lines drop it)
-            llm = None
-            gc.collect()
-        assert await asyncio.to_thread(is_reaped, pid)
-
-    asyncio.run(scenario())
+    llm = AsyncLLM(model="demo")
+    await llm.start()
+    stream = llm.generate("Once", ENDLESS)
+    await anext(stream)
+    pid = llm.status().pid
+    await stream.aclose()
+    with pytest.warns(ResourceWarning, match="without shutdown"):  # noqa: PT031 (both lines drop it)
+        llm = None
+        gc.collect()
+    assert await asyncio.to_thread(is_reaped, pid)
 
 
 AFTER_ITS_LOOP = """
@@ -117,25 +113,21 @@ def test_an_async_llm_that_was_never_used_ends_its_process():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of forks with threads
-def test_a_copy_in_a_forked_process_ends_nothing():
+async def test_a_copy_in_a_forked_process_ends_nothing():
     """Guards against a child of a user's program that ends its parent's engine or tokenizer by dropping its copy."""
-
-    async def scenario():
-        llm = AsyncLLM(model="demo")
-        await llm.start()
-        before = set(children())
-        pid = os.fork()
-        if pid == 0:
-            llm = None
-            gc.collect()
-            os._exit(0)
-        os.waitpid(pid, 0)
-        outputs = [output async for output in llm.generate("Once", SamplingParams(max_tokens=4))]
-        assert outputs[-1].finished
-        assert set(children()) == before
-        await llm.shutdown()
-
-    asyncio.run(scenario())
+    llm = AsyncLLM(model="demo")
+    await llm.start()
+    before = set(children())
+    pid = os.fork()
+    if pid == 0:
+        llm = None
+        gc.collect()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    outputs = [output async for output in llm.generate("Once", SamplingParams(max_tokens=4))]
+    assert outputs[-1].finished
+    assert set(children()) == before
+    await llm.shutdown()
 
 
 def test_what_is_shut_down_warns_of_nothing(recwarn):

@@ -1,6 +1,5 @@
 """Pinned prefixes on the client's side: what outlives the engine, who is counted, and what a user's program sees."""
 
-import asyncio
 import os
 import signal
 from dataclasses import replace
@@ -167,23 +166,19 @@ def test_offline():
             llm.generate({"prompt": "Once", "cache_salt": "\ud800"})
 
 
-def test_a_pin_outlives_its_engine_and_is_computed_before_anybody_asks():
+async def test_a_pin_outlives_its_engine_and_is_computed_before_anybody_asks():
     """Guards against a system prompt that every user waits for after a death; salts go on too."""
-
-    async def run() -> None:
-        options = {"max_model_len": 512, "kv_cache_memory_bytes": 32 * 20 * 2**10}  # 32 blocks
-        async with AsyncLLM(model="demo", threads=1, max_num_seqs=4, **options) as llm:
-            first = await llm.pin_prefix(IDS, "system")
-            assert first.num_tokens == 96
-            with pytest.raises(InvalidRequestError, match="at most 16 may be"):
-                await llm.pin_prefix(IDS * 3, "large")
-            assert [use.name for use in llm.pinned_prefixes()] == ["system"]
-            os.kill(llm.status().pid, signal.SIGKILL)
-            await until(lambda: llm.status().restarts == 1 and llm.status().stats.kv_blocks_pinned == 6)
-            async for output in llm.generate({"prompt_token_ids": [*IDS, 7], "cache_salt": "x"}, SHORT):
-                assert output.num_cached_tokens == 96
-            assert [use.hits for use in llm.pinned_prefixes()] == [1]
-            assert llm.unpin_prefix("system")
-            await until(lambda: llm.status().stats.kv_blocks_pinned == 0)
-
-    asyncio.run(run())
+    options = {"max_model_len": 512, "kv_cache_memory_bytes": 32 * 20 * 2**10}  # 32 blocks
+    async with AsyncLLM(model="demo", threads=1, max_num_seqs=4, **options) as llm:
+        first = await llm.pin_prefix(IDS, "system")
+        assert first.num_tokens == 96
+        with pytest.raises(InvalidRequestError, match="at most 16 may be"):
+            await llm.pin_prefix(IDS * 3, "large")
+        assert [use.name for use in llm.pinned_prefixes()] == ["system"]
+        os.kill(llm.status().pid, signal.SIGKILL)
+        await until(lambda: llm.status().restarts == 1 and llm.status().stats.kv_blocks_pinned == 6)
+        async for output in llm.generate({"prompt_token_ids": [*IDS, 7], "cache_salt": "x"}, SHORT):
+            assert output.num_cached_tokens == 96
+        assert [use.hits for use in llm.pinned_prefixes()] == [1]
+        assert llm.unpin_prefix("system")
+        await until(lambda: llm.status().stats.kv_blocks_pinned == 0)

@@ -250,57 +250,45 @@ def test_a_second_event_loop_is_told_so():
     asyncio.run(llm.shutdown())
 
 
-def test_a_death_does_not_end_a_drain():
+async def test_a_death_does_not_end_a_drain():
     """Draining, and then the engine dies: the new one must not take requests."""
-
-    async def scenario():
-        async with AsyncLLM(model="demo") as llm:
-            await llm.start()
-            await llm.drain(0.1)
-            assert llm.status().state is EngineState.DRAINING
-            os.kill(llm.status().pid, signal.SIGKILL)
-            await until(lambda: llm.status().restarts == 1)
-            await until(lambda: llm.status().state is EngineState.DRAINING)
-            with pytest.raises(EngineDeadError, match="draining"):
-                await final(llm)
-
-    asyncio.run(scenario())
+    async with AsyncLLM(model="demo") as llm:
+        await llm.start()
+        await llm.drain(0.1)
+        assert llm.status().state is EngineState.DRAINING
+        os.kill(llm.status().pid, signal.SIGKILL)
+        await until(lambda: llm.status().restarts == 1)
+        await until(lambda: llm.status().state is EngineState.DRAINING)
+        with pytest.raises(EngineDeadError, match="draining"):
+            await final(llm)
 
 
-def test_an_engine_that_never_gets_ready_is_given_up():
+async def test_an_engine_that_never_gets_ready_is_given_up():
     """However long each try takes: a model that does not fit would be loaded for ever."""
-
-    async def scenario():
-        llm = AsyncLLM(model="demo")
-        watcher = asyncio.create_task(llm.start())
-        killed = set()
-        while not watcher.done():
-            pid = llm.status().pid
-            if pid is not None and pid not in killed:
-                killed.add(pid)
-                os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(0.01)
-        with pytest.raises(EngineDeadError, match="3 times before it was ready"):
-            await watcher
-        assert llm.status().state is EngineState.FAILED
-        assert len(killed) == 3
-        await llm.shutdown()
-
-    asyncio.run(scenario())
+    llm = AsyncLLM(model="demo")
+    watcher = asyncio.create_task(llm.start())
+    killed = set()
+    while not watcher.done():
+        pid = llm.status().pid
+        if pid is not None and pid not in killed:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.01)
+    with pytest.raises(EngineDeadError, match="3 times before it was ready"):
+        await watcher
+    assert llm.status().state is EngineState.FAILED
+    assert len(killed) == 3
+    await llm.shutdown()
 
 
-def test_the_current_directory_is_no_part_of_the_engine(tmp_path, monkeypatch):
+async def test_the_current_directory_is_no_part_of_the_engine(tmp_path, monkeypatch):
     """A queue.py lying where the server is started must not run in the engine process."""
     (tmp_path / "queue.py").write_text("raise SystemExit('run from the current directory')")
     (tmp_path / "torch.py").write_text("raise SystemExit('run from the current directory')")
     monkeypatch.chdir(tmp_path)
-
-    async def scenario():
-        async with AsyncLLM(model="demo") as llm:
-            assert (await final(llm)).finished
-            assert llm.status().restarts == 0
-
-    asyncio.run(scenario())
+    async with AsyncLLM(model="demo") as llm:
+        assert (await final(llm)).finished
+        assert llm.status().restarts == 0
 
 
 PROMPTS = ("Once upon a time", "One day", "The old", "Anna")
@@ -342,36 +330,32 @@ async def take_its_memory(llm):
 
 @pytest.mark.covers("F37")
 @pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
-def test_no_stream_notices_that_engines_die(monkeypatch):
+async def test_no_stream_notices_that_engines_die(monkeypatch):
     """Whatever ends an engine (a signal, a step without memory), or only stops it: every stream goes on with the next
     token, none lost or changed; and a vector that it was computing comes from the next one, with the same bits."""
     mean = PoolingParams(pooling_type="MEAN")
     monkeypatch.setattr(engine_handle, "MAX_DEATHS", 100)
     monkeypatch.setattr(engine_handle, "SILENCE_S", 1.0)
-
-    async def scenario():
-        async with AsyncLLM(model="demo", max_num_seqs=12) as llm:
-            undisturbed = await stream_all(llm, 120)
-            vector, pooled = (await llm.embed(PROMPTS[0], mean)).outputs, []
-            disturbed = asyncio.create_task(stream_all(llm, 120))
-            for restarts, fault in enumerate([signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, None]):
-                tokens = llm.status().stats.num_generated_tokens_total
-                await until(lambda: llm.status().stats.num_generated_tokens_total > tokens + 100)  # noqa: B023
-                pooled += [asyncio.create_task(llm.embed(PROMPTS[0], mean)) for _ in range(2)]
-                await asyncio.sleep(0)  # they are sent
-                if fault is None:
-                    await take_its_memory(llm)
-                else:
-                    os.kill(llm.status().pid, fault)
-                await until(lambda: llm.status().restarts == restarts + 1)  # noqa: B023
-                assert llm.status().journal_requests > 0
-                await until(lambda: llm.status().state is EngineState.READY)
-            assert not disturbed.done()
-            assert await disturbed == undisturbed
-            assert [(await item).outputs for item in pooled] == [vector] * len(pooled)
-            assert llm.status().journal_requests == 0
-
-    asyncio.run(scenario())
+    async with AsyncLLM(model="demo", max_num_seqs=12) as llm:
+        undisturbed = await stream_all(llm, 120)
+        vector, pooled = (await llm.embed(PROMPTS[0], mean)).outputs, []
+        disturbed = asyncio.create_task(stream_all(llm, 120))
+        for restarts, fault in enumerate([signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, None]):
+            tokens = llm.status().stats.num_generated_tokens_total
+            await until(lambda: llm.status().stats.num_generated_tokens_total > tokens + 100)  # noqa: B023
+            pooled += [asyncio.create_task(llm.embed(PROMPTS[0], mean)) for _ in range(2)]
+            await asyncio.sleep(0)  # they are sent
+            if fault is None:
+                await take_its_memory(llm)
+            else:
+                os.kill(llm.status().pid, fault)
+            await until(lambda: llm.status().restarts == restarts + 1)  # noqa: B023
+            assert llm.status().journal_requests > 0
+            await until(lambda: llm.status().state is EngineState.READY)
+        assert not disturbed.done()
+        assert await disturbed == undisturbed
+        assert [(await item).outputs for item in pooled] == [vector] * len(pooled)
+        assert llm.status().journal_requests == 0
 
 
 def test_a_request_waits_for_the_next_engine(loop, llm):
@@ -422,23 +406,19 @@ Engine.add_request, Engine.step = add, die_at_the_ninth_token
 
 
 @pytest.mark.skipif(load_library() is None, reason="the reference kernels do not promise the same bits")
-def test_a_request_that_kills_engines_fails_alone(tmp_path):
+async def test_a_request_that_kills_engines_fails_alone(tmp_path):
     """Guards against one request that ends the service for all: after two deaths it is tried alone."""
     plugin = tmp_path / "harmful.py"
     plugin.write_text(HARMFUL)
-
-    async def scenario():
-        async with AsyncLLM(model="demo", imports=[str(plugin)]) as llm:
-            long = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
-            whole = await final(llm, params=long)
-            streams = [asyncio.create_task(final(llm, params=long)) for _ in range(3)]
-            with pytest.raises(RequestFailedError, match="died each of the 3 times that it computed this request"):
-                await final(llm, params=HARM)
-            for stream in streams:
-                assert (await stream).outputs == whole.outputs
-            assert llm.status().restarts == 3
-
-    asyncio.run(scenario())
+    async with AsyncLLM(model="demo", imports=[str(plugin)]) as llm:
+        long = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
+        whole = await final(llm, params=long)
+        streams = [asyncio.create_task(final(llm, params=long)) for _ in range(3)]
+        with pytest.raises(RequestFailedError, match="died each of the 3 times that it computed this request"):
+            await final(llm, params=HARM)
+        for stream in streams:
+            assert (await stream).outputs == whole.outputs
+        assert llm.status().restarts == 3
 
 
 def test_health_follows_the_engine_not_the_wish(loop, llm, monkeypatch):
@@ -457,19 +437,16 @@ def test_health_follows_the_engine_not_the_wish(loop, llm, monkeypatch):
     loop.run(scenario())
 
 
-def test_shutdown_ends_open_requests_and_the_child():
-    async def scenario():
-        llm = AsyncLLM(model="demo")
-        await llm.start()
-        stream = asyncio.create_task(final(llm, params=LONG))
-        await until(lambda: llm.status().stats.num_running == 1)
-        pid = llm.status().pid
-        await llm.shutdown()
-        with pytest.raises(EngineDeadError):
-            await stream
-        assert not alive(pid)
-
-    asyncio.run(scenario())
+async def test_shutdown_ends_open_requests_and_the_child():
+    llm = AsyncLLM(model="demo")
+    await llm.start()
+    stream = asyncio.create_task(final(llm, params=LONG))
+    await until(lambda: llm.status().stats.num_running == 1)
+    pid = llm.status().pid
+    await llm.shutdown()
+    with pytest.raises(EngineDeadError):
+        await stream
+    assert not alive(pid)
 
 
 @pytest.mark.parametrize(
@@ -497,55 +474,43 @@ def test_what_cannot_start_says_why(options, error):
 STUCK = "import threading\nthreading.Event().wait()\n"
 
 
-def test_an_engine_that_stands_still_while_it_starts_is_given_up(tmp_path, monkeypatch):
+async def test_an_engine_that_stands_still_while_it_starts_is_given_up(tmp_path, monkeypatch):
     """Guards against heartbeats that a deadlock in the loading of a model would not stop: a server waited for ever."""
     monkeypatch.setattr(engine_handle, "START_SILENCE_S", 1.0)  # two heartbeats
     monkeypatch.setattr(engine_handle, "LIVENESS_CHECK_S", 0.1)
     plugin = tmp_path / "stuck.py"
     plugin.write_text(STUCK)
-
-    async def scenario():
-        llm = AsyncLLM(model="demo", imports=[str(plugin)])
-        try:
-            with pytest.raises(EngineDeadError, match="died 3 times before it was ready"):
-                await llm.start()
-        finally:
-            await llm.shutdown()
-
-    asyncio.run(scenario())
+    llm = AsyncLLM(model="demo", imports=[str(plugin)])
+    try:
+        with pytest.raises(EngineDeadError, match="died 3 times before it was ready"):
+            await llm.start()
+    finally:
+        await llm.shutdown()
 
 
-def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch):
+async def test_an_engine_that_is_stopped_before_its_first_word_is_replaced(monkeypatch):
     """Guards against a process that nobody watches until it has been heard from once."""
     monkeypatch.setattr(engine_handle, "SILENCE_S", 0.5)
-
-    async def scenario():
-        llm = AsyncLLM(model="demo")
-        os.kill(llm.status().pid, signal.SIGSTOP)
-        try:
-            await llm.client.attach()
-            await until(lambda: llm.status().restarts > 0)
-            monkeypatch.setattr(engine_handle, "SILENCE_S", 60.0)
-            await llm.start()
-        finally:
-            await llm.shutdown()
-
-    asyncio.run(scenario())
+    llm = AsyncLLM(model="demo")
+    os.kill(llm.status().pid, signal.SIGSTOP)
+    try:
+        await llm.client.attach()
+        await until(lambda: llm.status().restarts > 0)
+        monkeypatch.setattr(engine_handle, "SILENCE_S", 60.0)
+        await llm.start()
+    finally:
+        await llm.shutdown()
 
 
-def test_an_engine_outlives_the_thread_that_made_its_client():
+async def test_an_engine_outlives_the_thread_that_made_its_client():
     """Guards against an engine that the kernel ends with a user's thread, instead of with the user's process."""
-
-    async def scenario():
-        made = []
-        thread = threading.Thread(target=lambda: made.append(AsyncLLM(model="demo")))
-        thread.start()
-        thread.join()
-        async with made[0] as llm:
-            assert (await final(llm)).finished
-            assert llm.status().restarts == 0
-
-    asyncio.run(scenario())
+    made = []
+    thread = threading.Thread(target=lambda: made.append(AsyncLLM(model="demo")))
+    thread.start()
+    thread.join()
+    async with made[0] as llm:
+        assert (await final(llm)).finished
+        assert llm.status().restarts == 0
 
 
 PARENT = """

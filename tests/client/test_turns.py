@@ -80,29 +80,25 @@ def test_times_of_flows_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("places", [1, 3])
-def test_no_place_is_lost(places: int) -> None:
+async def test_no_place_is_lost(places: int) -> None:
     """Guards against a turn that a cancelled waiter takes with it, and against too many at once."""
+    turns, running, most = Turns(places), 0, 0
 
-    async def scenario() -> None:
-        turns, running, most = Turns(places), 0, 0
+    async def work() -> None:
+        nonlocal running, most
+        async with turns.turn(None):
+            running += 1
+            most = max(most, running)
+            try:
+                await asyncio.sleep(0.001)
+            finally:
+                running -= 1
 
-        async def work() -> None:
-            nonlocal running, most
-            async with turns.turn(None):
-                running += 1
-                most = max(most, running)
-                try:
-                    await asyncio.sleep(0.001)
-                finally:
-                    running -= 1
-
-        for round_ in range(20):
-            tasks = [asyncio.create_task(work()) for _ in range(8)]
-            await asyncio.sleep(0.0005)
-            for task in tasks[round_ % 8 :: 3]:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        assert most == places
-        assert turns._free == places
-
-    asyncio.run(scenario())
+    for round_ in range(20):
+        tasks = [asyncio.create_task(work()) for _ in range(8)]
+        await asyncio.sleep(0.0005)
+        for task in tasks[round_ % 8 :: 3]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert most == places
+    assert turns._free == places

@@ -96,23 +96,17 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
         }
 
 
-def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+async def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
     client = FakeEngineClient(Behaviour(failure=EngineOverloadedError("full", retry_after_s=0.01)))
-
-    async def scenario() -> None:
-        output = Output(str(tmp_path / "out"))
-        lines = read_input(write(tmp_path / "in", [request("a")]))
-        task = asyncio.create_task(
-            run_batch(client, lines, output, seed=0, max_concurrency=1, advance=lambda count: None)
-        )
-        while not client.seen:
-            await asyncio.sleep(0.001)
-        client.behaviour = Behaviour()
-        counts = await task
-        output.close()
-        assert (counts.done, counts.failed) == (1, 0)
-
-    asyncio.run(scenario())
+    output = Output(str(tmp_path / "out"))
+    lines = read_input(write(tmp_path / "in", [request("a")]))
+    task = asyncio.create_task(run_batch(client, lines, output, seed=0, max_concurrency=1, advance=lambda count: None))
+    while not client.seen:
+        await asyncio.sleep(0.001)
+    client.behaviour = Behaviour()
+    counts = await task
+    output.close()
+    assert (counts.done, counts.failed) == (1, 0)
 
 
 def test_an_engine_that_has_failed_ends_the_run(tmp_path: Path) -> None:

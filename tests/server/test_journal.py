@@ -64,35 +64,31 @@ def test_what_was_written_is_found(bodies, tmp_path_factory):
 
 
 @pytest.mark.parametrize("harm", ["unlink", "rename", "truncate", "append"])
-def test_a_file_that_another_program_changes_is_written_anew(harm, tmp_path, monkeypatch):
+async def test_a_file_that_another_program_changes_is_written_anew(harm, tmp_path, monkeypatch):
     """Guards against acknowledged records in a file that nobody will find, and a file that no server can open."""
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     path = tmp_path / "j"
-
-    async def scenario():
-        log = Log(path)
-        log.journal.start()
-        log.append(b"first")
+    log = Log(path)
+    log.journal.start()
+    log.append(b"first")
+    await log.journal.synced()
+    if harm == "unlink":
+        path.unlink()
+    elif harm == "rename":
+        path.rename(tmp_path / "moved")
+    elif harm == "truncate":
+        os.truncate(path, 3)
+    else:
+        with path.open("ab") as file:
+            file.write(b"x")
+    log.append(b"second")
+    with pytest.raises(JournalError, match="another program"):
         await log.journal.synced()
-        if harm == "unlink":
-            path.unlink()
-        elif harm == "rename":
-            path.rename(tmp_path / "moved")
-        elif harm == "truncate":
-            os.truncate(path, 3)
-        else:
-            with path.open("ab") as file:
-                file.write(b"x")
-        log.append(b"second")
-        with pytest.raises(JournalError, match="another program"):
-            await log.journal.synced()
-        while log.journal.error is not None:
-            await asyncio.sleep(0.01)
-        log.append(b"third")
-        await log.journal.synced()
-        await log.journal.close()
-
-    asyncio.run(scenario())
+    while log.journal.error is not None:
+        await asyncio.sleep(0.01)
+    log.append(b"third")
+    await log.journal.synced()
+    await log.journal.close()
     assert found(path) == [b"first", b"second", b"third"]
 
 

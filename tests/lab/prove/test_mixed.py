@@ -59,20 +59,17 @@ def test_what_is_wrong_is_reported() -> None:
     assert any("bytes are held" in what for what in outcome.wrong)
 
 
-def test_a_call_that_is_cancelled_ends() -> None:
+async def test_a_call_that_is_cancelled_ends() -> None:
     """Guards against a proof that SIGTERM does not end, because each of its calls returns and the next one begins."""
 
     async def endless(*_: object) -> None:
         await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        server = ScriptedServer("demo")
-        server.app = endless  # type: ignore[assignment]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await server.call("GET", "/")
-
-    asyncio.run(scenario())
+    server = ScriptedServer("demo")
+    server.app = endless  # type: ignore[assignment]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await server.call("GET", "/")
 
 
 def test_the_seed_repeats_the_requests() -> None:
