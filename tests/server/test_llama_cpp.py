@@ -202,6 +202,7 @@ def test_llama_vim() -> None:
     assert answer.headers["x-ignored-fields"] == "t_max_prompt_ms, time"
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.0, 40, 0.9, 128)
     assert set(params.stop_token_ids or ()) == set(range(258, 263))
+    assert filled({**VIM, "stop": []}, text="return 1")[0].json()["content"] == "return 1"
     ahead, prompt, params = filled(AHEAD)
     assert ahead.json() == {}
     assert prompt == FILES + b"\x00\x01\x02"
