@@ -430,9 +430,8 @@ async def load_adapter(request: Request) -> Response:
     check_str("lora_path", body.lora_path, max_length=4096)
     context = await model_of(request, body.model)
     path = await asyncio.to_thread(_path_below, root, body.lora_path)
-    owners = [one for one in context.all if body.lora_name in one.model_names()]
-    replaces = body.load_inplace and owners == [context] and context.adapter_named(body.lora_name) is not None
-    if owners and not replaces:
+    replaces = body.load_inplace and context.adapter_named(body.lora_name) is not None
+    if not replaces and any(body.lora_name in one.model_names() for one in context.all):
         message = f"{ascii(body.lora_name)[:100]} is the name of a model or of a loaded adapter"
         raise invalid("lora_name", message, "adapter_already_loaded")
     source = LoRARequest(body.lora_name, path)

@@ -36,7 +36,7 @@ def table(dtype: np.dtype, pieces: int, leaves: int) -> LoraTable:
 
 def computed(ops: CpuOps, adapters: LoraTable, x: Array, y: Array, slots: Array) -> Array:
     hidden = np.full((len(x), len(adapters.piece_ends), MAX_RANK), np.nan, FLOAT32)
-    y = y.copy()
+    y = np.pad(y, ((0, 0), (0, 5)))[:, : y.shape[1]]  # rows of a wider array
     return ops.lora_expand(ops.lora_shrink(x, adapters, slots, out=hidden), adapters, slots, y)
 
 
