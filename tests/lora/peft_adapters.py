@@ -26,10 +26,11 @@ def make_adapter(
     The base model's own layers stay reachable: PeftModel.disable_adapter gives its results.
     """
     name = next((key for key in TARGETS if model.config.model_type.startswith(key)), "")
-    config = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS.get(name, USUAL), "lora_dropout": 0.1} | fields
+    config = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS.get(name, USUAL), "lora_dropout": 0.1}
+    config |= {"task_type": "CAUSAL_LM"} | fields
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of weights that are [in, out], and of biases of B
-        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+        adapted = get_peft_model(model, LoraConfig(**config)).eval()
         _randomise(adapted, seed, size)
         adapted.save_pretrained(directory)
     return adapted

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from penstock import LLM, BeamSearchParams, InvalidRequestError, LoRARequest, SamplingParams
 from tests.hf_models import make_llama, random_ids
 from tests.lora.peft_adapters import make_adapter
 
-PROMPT = {"prompt_token_ids": random_ids(20)}
+PROMPT, SHORT = {"prompt_token_ids": random_ids(20)}, {"prompt_token_ids": random_ids(7, 3)}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -46,6 +48,46 @@ def test_generate(paths: tuple[str, str, str], in_process: bool, tmp_path: Path)
             llm.generate([PROMPT] * 2, GREEDY, lora_request=[one])
         with pytest.raises(InvalidRequestError, match="adapter_config"):
             llm.generate([PROMPT], GREEDY, lora_request=LoRARequest("none", str(tmp_path)))
+
+
+def test_vectors(paths: tuple[str, str, str]) -> None:
+    """Guards against a method that takes an adapter and computes the base model, and one given to another prompt."""
+    directory, first, second = paths
+    one, other = LoRARequest("one", first), LoRARequest("other", second)
+    with LLM(model=directory, enable_lora=True, max_loras=2, dtype="float32", max_model_len=64, threads=1) as llm:
+        found = llm.encode([PROMPT] * 4, lora_request=[None, one, other, one])
+        states = [output.outputs.data.tobytes() for output in found]
+        assert states[1] == states[3]
+        assert len(set(states)) == 3
+        (alone,) = llm.embed(PROMPT, lora_request=other)
+        assert np.array(alone.outputs.embedding, np.float32).tobytes() == states[2]
+        scores = [llm.score(PROMPT, SHORT, lora_request=item)[0].outputs.score for item in (None, one, other)]
+        assert len(set(scores)) == 3
+        pair = [llm.embed(prompt, lora_request=one)[0].outputs.embedding for prompt in (PROMPT, SHORT)]
+        assert scores[1] == pytest.approx(np.dot(*pair), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_an_encoder(kind: str, tmp_path: Path) -> None:
+    """Guards against names of PEFT's tensors that are those of no product of an encoder, with PEFT as the oracle."""
+    from tests.test_encoders import LABELS, make
+
+    model, directory = make(tmp_path, "Bert", kind, **(LABELS if kind != "Model" else {}))
+    products = {"task_type": "FEATURE_EXTRACTION", "target_modules": ["query", "value", "intermediate.dense"]}
+    adapted = make_adapter(model, tmp_path / "a", **products)
+    adapter, ids = LoRARequest("a", str(tmp_path / "a")), torch.tensor([PROMPT["prompt_token_ids"]])
+    with torch.no_grad():
+        found = adapted.base_model.model(ids)
+    with LLM(model=str(directory), enable_lora=True, dtype="float32", threads=1) as llm:
+        if kind == "Model":
+            (output,) = llm.embed(PROMPT, lora_request=adapter)
+            expected, given = found.last_hidden_state[0].mean(dim=0), output.outputs.embedding
+            (base,) = llm.embed(PROMPT)
+            assert base.outputs.embedding != given
+        else:
+            (classes,) = llm.classify(PROMPT, lora_request=adapter)
+            expected, given = found.logits[0].softmax(dim=0), classes.outputs.probs
+        np.testing.assert_allclose(given, expected.numpy(), atol=1e-5)
 
 
 def test_without_adapters(paths: tuple[str, str, str]) -> None:

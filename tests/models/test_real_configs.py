@@ -439,6 +439,59 @@ def test_is_read(name: str) -> None:
     assert ("auto_map" in found.notes) == ("auto_map" in config)
 
 
+ENCODER = {
+    "gradient_checkpointing": False, "hidden_size": 768, "initializer_range": 0.02, "num_attention_heads": 12,
+    "transformers_version": "4.47.0", "torch_dtype": "float32", "num_hidden_layers": 12, "intermediate_size": 3072,
+}  # fmt: skip
+ENCODERS: dict[str, dict[str, Any]] = {
+    "distilbert-base-uncased": {
+        "activation": "gelu", "architectures": ["DistilBertForMaskedLM"], "attention_dropout": 0.1, "dim": 768,
+        "dropout": 0.1, "hidden_dim": 3072, "initializer_range": 0.02, "max_position_embeddings": 512,
+        "model_type": "distilbert", "n_heads": 12, "n_layers": 6, "pad_token_id": 0, "qa_dropout": 0.1,
+        "seq_classif_dropout": 0.2, "sinusoidal_pos_embds": False, "tie_weights_": True, "vocab_size": 30522,
+    },
+    "all-mpnet-base-v2": ENCODER | {
+        "architectures": ["MPNetForMaskedLM"], "attention_probs_dropout_prob": 0.1, "bos_token_id": 0,
+        "eos_token_id": 2, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 514, "model_type": "mpnet", "pad_token_id": 1,
+        "relative_attention_num_buckets": 32, "vocab_size": 30527,
+    },
+    "ModernBERT-base": ENCODER | {
+        "architectures": ["ModernBertForMaskedLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 50281, "classifier_activation": "gelu", "classifier_bias": False, "classifier_dropout": 0.0,
+        "classifier_pooling": "mean", "cls_token_id": 50281, "decoder_bias": True, "deterministic_flash_attn": False,
+        "embedding_dropout": 0.0, "eos_token_id": 50282, "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0, "hidden_activation": "gelu", "initializer_cutoff_factor": 2.0,
+        "intermediate_size": 1152, "layer_norm_eps": 1e-05, "local_attention": 128, "local_rope_theta": 10000.0,
+        "max_position_embeddings": 8192, "mlp_bias": False, "mlp_dropout": 0.0, "model_type": "modernbert",
+        "norm_bias": False, "norm_eps": 1e-05, "num_hidden_layers": 22, "pad_token_id": 50283,
+        "position_embedding_type": "absolute", "sep_token_id": 50282, "tie_word_embeddings": True,
+        "vocab_size": 50368,
+    },
+    "jina-embeddings-v2-base-en": ENCODER | {
+        "architectures": ["JinaBertForMaskedLM"], "attention_probs_dropout_prob": 0.0, "attn_implementation": None,
+        "classifier_dropout": None, "emb_pooler": "mean", "feed_forward_type": "geglu", "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1, "layer_norm_eps": 1e-12, "max_position_embeddings": 8192, "model_type": "bert",
+        "model_max_length": 8192, "pad_token_id": 0, "position_embedding_type": "alibi", "type_vocab_size": 2,
+        "use_cache": True, "vocab_size": 30528,
+    },
+}  # fmt: skip
+
+
+def test_encoders_are_read() -> None:
+    """Guards against a published file that is refused for a key that changes nothing, and the numbers of another."""
+    found = {name: parse_model_config(config) for name, config in ENCODERS.items()}
+    contexts = {name: model.max_position_embeddings for name, model in found.items()}
+    assert list(contexts.values()) == [512, 512, 8192, 8192]
+    modern = found["ModernBERT-base"]
+    assert modern.layer_windows[:5] == (None, 65, 65, None, 65)
+    assert modern.rope is not None
+    assert modern.local_rope is not None
+    assert (modern.rope.theta, modern.local_rope.theta) == (160000.0, 10000.0)
+    assert [model.num_token_types for model in found.values()] == [0, 0, 0, 2]
+    assert {model.hidden_size for model in found.values()} == {768}
+
+
 def test_what_routers_and_heads_of_mixtures_do() -> None:
     """Guards against a rotation of whole heads, a shared expert that is left out, and layers that predict further
     tokens counted as the model's own."""

@@ -20,6 +20,8 @@ from penstock.models import certificate
 from penstock.models.certificate import Basis, find_basis, read_certificate
 from penstock.weights.safetensors import fingerprint
 from penstock_lab.check.run import Options, check_model
+from penstock_lab.check.target import make_tiny
+from penstock_lab.check.twin import find_class
 from tests.families.case import all_cases
 from tests.hf_models import MAKERS
 from tests.kernels.packed import levels
@@ -85,6 +87,37 @@ def test_what_was_changed_is_named(family: str, tmp_path: Path, capsys: pytest.C
     assert report["first_difference"]["block"] == 1
     assert report["first_difference"]["name"] == "model.layers.1.mlp.gate_up_proj activation"
     assert "model.layers.1.mlp.up_proj.weight has different values there (1 of" in report["cause"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changed", "layer"),
+    [
+        (
+            "MPNetModel",
+            "encoder.relative_attention_bias.weight",
+            "bert.layers.0.attention attention (rotary, mask, scale)",
+        ),
+        ("ModernBertForSequenceClassification", "head.norm.weight", "head.norm"),
+        ("RobertaForTokenClassification", "roberta.encoder.layer.1.output.dense.weight", "bert.layers.1.mlp.down_proj"),
+        ("Qwen3Model", "layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_up_proj activation"),
+    ],
+)
+def test_models_without_a_language_model_head(
+    architecture: str, changed: str, layer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards against a check that passes, or names a later layer, where an encoder or a classifier has other weights;
+    and against proofs of texts that nothing is computed of."""
+    make_tiny(find_class(architecture).config_class(), find_class(architecture), tmp_path / "tiny")
+    code, report = check(capsys, str(tmp_path / "tiny"), "--dtype", "float32")
+    assert (code, report["first_difference"]) == (0, None), report
+    assert len(report["proofs"]) == 3 + (architecture == "Qwen3Model")
+    assert Path(report["certificate"]).is_file()
+    copy = edited(tmp_path / "tiny", lambda c: None)
+    weights = load_file(copy / "model.safetensors")
+    weights[changed][0] += 0.5
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    code, report = check(capsys, str(tmp_path / "tiny"), "--against", str(copy))
+    assert (code, report["first_difference"]["name"]) == (1, layer)
 
 
 @pytest.mark.parametrize("key", ["attn_logit_softcapping", "sliding_window", "query_pre_attn_scalar"])
