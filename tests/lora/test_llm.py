@@ -1,12 +1,21 @@
 """Adapters in LLM: named by each call as in vLLM, in this process or in another one."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from penstock import LLM, BeamSearchParams, InvalidRequestError, LoRARequest, SamplingParams
+from penstock import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    InvalidRequestError,
+    LoRARequest,
+    PoolingParams,
+    SamplingParams,
+)
 from tests.hf_models import make_llama, random_ids
 from tests.lora.peft_adapters import make_adapter
 
@@ -65,6 +74,21 @@ def test_vectors(paths: tuple[str, str, str]) -> None:
         assert len(set(scores)) == 3
         pair = [llm.embed(prompt, lora_request=one)[0].outputs.embedding for prompt in (PROMPT, SHORT)]
         assert scores[1] == pytest.approx(np.dot(*pair), abs=1e-6)
+
+
+def test_vectors_of_another_process(paths: tuple[str, str, str]) -> None:
+    """Guards against a method of AsyncLLM that takes an adapter and computes the base model."""
+
+    async def run() -> None:
+        async with AsyncLLM(paths[0], enable_lora=True, dtype="float32", max_model_len=64, threads=1) as llm:
+            adapter = LoRARequest("one", paths[1])
+            base, one = [await llm.embed(PROMPT, lora_request=item) for item in (None, adapter)]
+            states = await llm.encode(PROMPT, PoolingParams(normalize=False), lora_request=adapter)
+            found = states.outputs.data / np.linalg.norm(states.outputs.data)
+            assert one.outputs.embedding != base.outputs.embedding
+            np.testing.assert_allclose(found, one.outputs.embedding, atol=1e-6)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])

@@ -93,8 +93,8 @@ def test_what_was_changed_is_named(family: str, tmp_path: Path, capsys: pytest.C
     ("architecture", "changed", "layer"),
     [
         (
-            "MPNetModel",
-            "encoder.relative_attention_bias.weight",
+            "MPNetForSequenceClassification",
+            "mpnet.encoder.relative_attention_bias.weight",
             "bert.layers.0.attention attention (rotary, mask, scale)",
         ),
         ("ModernBertForSequenceClassification", "head.norm.weight", "head.norm"),
