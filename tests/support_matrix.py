@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.families.case import all_cases
+from tests.test_encoders import FAMILIES as ENCODERS
 from tests.weights.files import FILES
 
 ROOT = Path(__file__).parent.parent
@@ -144,7 +145,22 @@ MATRICES = (
         ("tokenizer", "test_hostile_files.py"),
         "File",
         ("ids", "texts", "BOS and EOS", "chat template", "damaged"),
-        rows=("`tokenizer.json`", "`tokenizer.model`", "`tekken.json`", "GGUF, byte-level BPE", "GGUF, SentencePiece"),
+        rows=(
+            *("`tokenizer.json`", "`tokenizer.model`", "`tekken.json`"),
+            *("GGUF, byte-level BPE", "GGUF, SentencePiece", "GGUF, WordPiece"),
+        ),
+    ),
+    Matrix(
+        "encoders",
+        ROOT / "docs" / "embeddings.md",
+        ("test_encoders.py",),
+        "Encoder",
+        (
+            *("states", "classes", "classes of tokens", "pairs", "same bits"),
+            *("bfloat16", "int8", "2 ranks", "GGUF"),
+        ),
+        "family",
+        rows=(*ENCODERS, "JinaBert"),
     ),
 )
 

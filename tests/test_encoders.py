@@ -19,8 +19,9 @@ from penstock.assembly.engine import why_no_gpu
 from penstock.models.config_json import load_model_config, parse_model_config
 from tests.hf_models import TINY, Made, random_ids, randomise
 from tests.kernels.packed import levels
+from tests.weights.gguf_files import add_wordpiece
 
-pytestmark = pytest.mark.skipif(not levels(), reason="no native library")
+pytestmark = [pytest.mark.skipif(not levels(), reason="no native library")]
 CONTEXT = 300  # more than the rows of one item of attention
 SIZES = {name: TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
 SIZES |= {"num_attention_heads": 6, "max_position_embeddings": CONTEXT}
@@ -71,6 +72,8 @@ def of_all(llm: LLM, prompts: list[Any] = PROMPTS, **params: Any) -> list[np.nda
     return [item.outputs.data for item in llm.encode(prompts, PoolingParams(pooling_type="ALL", **params))]
 
 
+@pytest.mark.matrix("states")
+@pytest.mark.matrix("same bits")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Guards against a token that does not see those after it, positions that begin elsewhere (RoBERTa's), a norm
@@ -96,6 +99,9 @@ def test_hidden_states_are_those_of_transformers(family: str, tmp_path: Path) ->
         llm.built.engine.check_integrity()
 
 
+@pytest.mark.matrix("bfloat16")
+@pytest.mark.matrix("int8")
+@pytest.mark.matrix("2 ranks")
 @pytest.mark.parametrize("family", ["Bert", "MPNet", "ModernBert"])
 def test_other_kernels_and_types(family: str, tmp_path: Path) -> None:
     """Guards against a mask or a bias of the specification that is not that of the native kernels; in bfloat16 and with
@@ -115,6 +121,7 @@ def test_other_kernels_and_types(family: str, tmp_path: Path) -> None:
                 assert np.abs(found - expected).max() < tolerance, options
 
 
+@pytest.mark.matrix("states", "JinaBert")
 def test_jinas_bert(tmp_path: Path) -> None:
     """Guards against a bias that grows behind the token, slopes of other heads, and halves of the gate that are taken
     for each other. Transformers has no class of it: BERT's computes it, with other modules and a mask of the biases."""
@@ -246,13 +253,7 @@ def write_gguf(path: Path, name: str, stored: dict[str, torch.Tensor], **more: A
     for key, value in (numbers | {"head_count": 6, "layer_norm_eps": 1e-12, "causal_attention": False} | more).items():
         getattr(writer, f"add_{key}")(value)
     words = [*PIECES, *(f"rest{index}" for index in range(SIZES["vocab_size"] - len(PIECES)))]
-    marked = (word[2:] if word[:2] == "##" else word if word[0] == "[" else f"\u2581{word}" for word in words)
-    writer.add_tokenizer_model("bert")
-    writer.add_token_list(list(marked))
-    writer.add_token_types([3 if word[0] == "[" else 1 for word in words])
-    writer.add_token_type_count(2)
-    for key, value in {"bos": 2, "sep": 3, "unk": 1, "pad": 0, "mask": 4}.items():
-        getattr(writer, f"add_{key}_token_id")(value)
+    add_wordpiece(writer, words)
     names = gguf.get_tensor_name_map(architecture, 2)
     for key, value in stored.items():
         if not key.startswith("pooler"):
@@ -263,6 +264,7 @@ def write_gguf(path: Path, name: str, stored: dict[str, torch.Tensor], **more: A
     writer.close()
 
 
+@pytest.mark.matrix("GGUF")
 @pytest.mark.parametrize("family", ["Bert", "NomicBert"])
 def test_gguf_files(family: str, tmp_path: Path) -> None:
     """Guards against a tensor of llama.cpp's files that is taken for another, a pooling that is not the file's, and
@@ -298,6 +300,8 @@ def logits_of(model: Any, ids: list[int], types: list[int] | None = None) -> np.
         return model(torch.tensor([ids]), **more).logits[0].double().numpy()
 
 
+@pytest.mark.matrix("classes")
+@pytest.mark.matrix("same bits")
 @pytest.mark.parametrize(
     "family",
     ["Bert", "Roberta", "NomicBert", "DistilBert", "MPNet", "ModernBert", "Llama", "Qwen3", "Gemma2", "GPT2"],
@@ -334,6 +338,7 @@ def test_classifiers(family: str, tmp_path: Path) -> None:
         assert found == [item.probs for item in alone * 2]
 
 
+@pytest.mark.matrix("classes of tokens")
 @pytest.mark.parametrize("family", ["Roberta", "DistilBert", "ModernBert"])
 def test_classes_of_tokens(family: str, tmp_path: Path) -> None:
     """Guards against one answer for a text where each token has its own, and a head with a product that it lacks."""
@@ -345,6 +350,7 @@ def test_classes_of_tokens(family: str, tmp_path: Path) -> None:
         refused(lambda: llm.classify(PROMPTS[1]), "token_classify")
 
 
+@pytest.mark.matrix("pairs")
 @pytest.mark.parametrize("family", ["Bert", "Roberta", "Llama"])
 def test_cross_encoders(family: str, tmp_path: Path) -> None:
     """Guards against texts of a pair that the model does not tell apart: the second one's type, and the tokens between

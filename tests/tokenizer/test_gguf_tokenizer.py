@@ -5,14 +5,25 @@ from typing import Any
 
 import gguf
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    BertWordPieceTokenizer,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from penstock.client.text import choose_tokenizer
 from penstock.errors import ModelLoadError
 from penstock.tokenizer.gguf import WORDS
 from penstock.tokenizer.hf import HFTokenizer, load_tokenizer
 from tests.tokenizer.vocabularies import BOS, END, EOS, NOTE, TEXT, byte_level, check_only_decodes, pieces
-from tests.weights.gguf_files import add_vocabulary
+from tests.weights.gguf_files import add_vocabulary, add_wordpiece
 
 HARD = [
     "", " ", "Once upon a time", " two  spaces   three ", "don't I'LL we're it’s", "1234567 3.14159 1,000",
@@ -111,6 +122,32 @@ def test_pieces_with_scores(strip: bool, tmp_path: Path) -> None:
     _check(load_tokenizer(path), backend, [text for text in HARD if "▁" not in text])
 
 
+@pytest.mark.matrix("ids", "GGUF, WordPiece")
+@pytest.mark.matrix("texts", "GGUF, WordPiece")
+@pytest.mark.matrix("BOS and EOS", "GGUF, WordPiece")
+@pytest.mark.parametrize("is_lower", [True, False])
+def test_words_of_bert(is_lower: bool, tmp_path: Path) -> None:
+    """Guards against capital letters and accents that are kept or lost, the beginning of a word that is taken for its
+    middle, ends that are missing or doubled, and the second text of a pair that counts as the first."""
+    oracle = BertWordPieceTokenizer(lowercase=is_lower)
+    texts = [*TEXT, *(text for text in HARD if "▁" not in text)]  # which marks the beginning of a word in the file
+    oracle.train_from_iterator([*texts, "Name naming Names"], vocab_size=400, show_progress=False)
+    oracle = BertWordPieceTokenizer(oracle.get_vocab(), lowercase=is_lower)  # which then has the tokens at both ends
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "bert")
+    words = sorted(oracle.get_vocab(), key=oracle.token_to_id)
+    assert words[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    add_wordpiece(writer, words)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = load_tokenizer(tmp_path / "model.gguf")
+    for text in [*texts, "naming NAMES", "Élan [MASK] vital!"]:
+        assert found.encode(text) == oracle.encode(text).ids, text
+        assert found.decode(found.encode(text)) == oracle.decode(oracle.encode(text).ids)
+    both = oracle.encode("Once", "upon a time")
+    assert found.encode_pair("Once", "upon a time") == (both.ids, both.type_ids.index(1))
+
+
 @pytest.mark.parametrize("backend", [byte_level, pieces])
 def test_decoding_needs_no_merges(backend: Any, tmp_path: Path) -> None:
     """Guards against streams whose text depends on what only prompts need, and against loading that."""
@@ -143,7 +180,7 @@ def test_the_chat_template_is_read(tmp_path: Path) -> None:
     ("metadata", "message"),
     [
         ({"ggml__pre": "no-such"}, r"tokenizer\.ggml\.pre = 'no-such' is not allowed; it must be one of gpt-2, "),
-        ({"ggml__model": "t5"}, r"tokenizer\.ggml\.model = 't5' is not allowed; it must be llama .* or gpt2"),
+        ({"ggml__model": "t5"}, r"tokenizer\.ggml\.model = 't5' is not allowed; it must be llama .*, gpt2 .* or bert"),
         ({"ggml__bos_token_id": 10**6}, r"bos_token_id = 1000000 is not allowed; it must be an id below \d+"),
         ({"ggml__add_bos_token": 1}, r"add_bos_token = 1 is not allowed; it must be true or false"),
         ({"ggml__tokens": "x"}, r"tokens = 'x' is not allowed; it must be an array of strings"),

@@ -385,6 +385,18 @@ def _add_tokenizer(writer: gguf.GGUFWriter, config: Any, backend: Backend | None
         add_vocabulary(writer, backend)
 
 
+def add_wordpiece(writer: gguf.GGUFWriter, words: list[str]) -> None:
+    """Add the words of a vocab.txt as llama.cpp's converter writes them. Those in brackets are special; the first ones
+    are [PAD], [UNK], [CLS], [SEP], [MASK]."""
+    marked = (word[2:] if word[:2] == "##" else word if word[0] == "[" else f"\u2581{word}" for word in words)
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(list(marked))
+    writer.add_token_types([3 if word[0] == "[" else 1 for word in words])
+    writer.add_token_type_count(2)
+    for index, key in enumerate(("pad", "unk", "bos", "sep", "mask")):
+        getattr(writer, f"add_{key}_token_id")(index)
+
+
 def add_vocabulary(writer: gguf.GGUFWriter, backend: Backend, pre: str = "gpt-2") -> None:
     """Add a byte-level tokenizer, or one of pieces with a score for each: the rank of its merge."""
     described = json.loads(backend.to_str())["model"]
