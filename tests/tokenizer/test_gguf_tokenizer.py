@@ -27,7 +27,8 @@ from tests.weights.gguf_files import add_vocabulary, add_wordpiece
 
 HARD = [
     "", " ", "Once upon a time", " two  spaces   three ", "don't I'LL we're it’s", "1234567 3.14159 1,000",
-    "x\n\n\ny\r\n\tz", "naïve café e\u0301 ﬁ ① Ａ", "你好世界 привет мир", "🙂🙃👩\u200d👩\u200d👧 🇩🇪",
+    "x\n\n\ny\r\n\tz",
+    "naïve café e\u0301 ﬁ ① Ａ", "你好世界 привет мир", "🙂🙃👩\u200d👩\u200d👧 🇩🇪",
     "def f(x):\n    return x + 1", f"a{END}b {NOTE} {BOS}{EOS} c", "\u200b\u00a0\u3000", "x" * 70, "a_b-c/d\\e",
     "!?.. ...", "AbcDEF ghiJKL", "\x00\x7f", "▁ ▁▁x",
 ]  # fmt: skip
@@ -84,12 +85,13 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 TO_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 # tokenizer.ggml.pre -> the same steps as a published tokenizer.json has them.
 PUBLISHED: dict[str, Any] = {
     "gpt-2": lambda: _trained([GPT2]),
-    "bloom": lambda: _trained([pre_tokenizers.Split(Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "isolated"), TO_BYTES]),
+    "bloom": lambda: _trained([pre_tokenizers.Split(Regex(BLOOM), "isolated"), TO_BYTES]),
     "smollm": lambda: _trained([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     "llama-bpe": lambda: _trained([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), TO_BYTES], ignore_merges=True),
     "qwen2": lambda: _trained(
