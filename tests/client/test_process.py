@@ -323,7 +323,7 @@ async def stream_all(llm, num_tokens, *, output_kind="delta"):
 
 
 async def take_its_memory(llm):
-    """Let an engine find no memory for new work: what has its memory already may need no more."""
+    """Let an engine find no memory for a prompt that is longer than all that it has computed in a step so far."""
     resource.prlimit(llm.status().pid, resource.RLIMIT_AS, (0, resource.RLIM_INFINITY))
     await asyncio.gather(final(llm), final(llm, prompt=list(range(9, 900))))
 
@@ -340,7 +340,7 @@ async def test_no_stream_notices_that_engines_die(monkeypatch):
         undisturbed = await stream_all(llm, 120)
         vector, pooled = (await llm.embed(PROMPTS[0], mean)).outputs, []
         disturbed = asyncio.create_task(stream_all(llm, 120))
-        for restarts, fault in enumerate([signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, None]):
+        for restarts, fault in enumerate([None, signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP]):
             tokens = llm.status().stats.num_generated_tokens_total
             await until(lambda: llm.status().stats.num_generated_tokens_total > tokens + 100)  # noqa: B023
             pooled += [asyncio.create_task(llm.embed(PROMPTS[0], mean)) for _ in range(2)]
