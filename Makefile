@@ -85,20 +85,24 @@ real: installed-test
 
 # make sanitize [FUZZ=CALLS]: the native library under address and undefined-behaviour sanitizers, in a build folder of
 # its own. Python has no sanitizer, so that its library is loaded first, its leaks are not reported, and it allocates with malloc.
-# On it, a test of attention may take longer than the limit that pyproject.toml sets for a test that hangs.
+# On it, a test of attention may take longer than the limit that pyproject.toml sets for a test that hangs. Objects are
+# kept as those of an installation are, because compiling all of them takes many minutes.
 SANITIZED := build/sanitize/penstock_cpu.so
+OBJECTS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/penstock/native/objects
 SANITIZER = LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc PENSTOCK_CPU_LIBRARY=$(SANITIZED)
 
 sanitize: installed-test
-	@cmake -S . -B build/sanitize -DPENSTOCK_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
+	@cmake -S . -B build/sanitize -DPENSTOCK_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release >/dev/null \
+		"-DCMAKE_CXX_COMPILER_LAUNCHER=$(CURDIR)/$(BIN)/python;$(CURDIR)/tools/kept_object.py;$(OBJECTS)"
 	@cmake --build build/sanitize --parallel 2 | tail -1
 	@$(SANITIZER) $(BIN)/python -m tools.fuzz_native $(or $(FUZZ),100)
 	@$(SANITIZER) $(BIN)/python -m pytest -q -p no:cacheprovider --timeout 3600 -o faulthandler_timeout=4000 \
 		tests/kernels/test_native_rows.py tests/kernels/test_native_linear.py tests/kernels/test_native_pack.py tests/kernels/test_native_attend.py \
 		tests/kernels/test_native_attention_int8.py \
 		tests/kernels/test_native_sampler.py tests/kernels/test_native_experts.py tests/kernels/test_native_int8.py \
-		tests/kernels/test_native_int4.py tests/kernels/test_native_finish.py tests/kernels/test_native_pool.py
+		tests/kernels/test_native_int4.py tests/kernels/test_native_finish.py tests/kernels/test_native_pool.py \
+		tests/kernels/test_native_coded.py tests/kernels/test_lora.py
 
 # make clients [NAMES="openai litellm"]: other projects' clients against a server of the demo model; writes the table of docs/clients.md
 clients: installed-test

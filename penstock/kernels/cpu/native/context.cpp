@@ -31,7 +31,7 @@ bool has_vnni() { return __builtin_cpu_supports("avx512vnni"); }
 bool has_avx512() { return has_avx512f() && has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 
 // Whether there are AMX tiles of bf16 and int8, and the system permits this process to use them.
-bool has_amx() {
+[[maybe_unused]] bool has_amx() {
 #if defined(__linux__)
     constexpr int LEAF = 7, BF16_BIT = 22, TILE_BIT = 24, INT8_BIT = 25;
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
