@@ -102,7 +102,7 @@ LAB_USES: set[str] = {
     "penstock.weights.hub", "penstock.weights.kv_scales", "penstock.weights.loader", "penstock.weights.packed",
     "penstock.weights.rows", "penstock.weights.safetensors", "penstock.weights.sources",
 }  # fmt: skip
-MOST = {"rooms": 18, "arrows": 100, "Python files": 276, "lines of code": 45_600}
+MOST = {"rooms": 18, "arrows": 100, "Python files": 270, "lines of code": 45_300}
 OF_A_DOCUMENT = "penstock_lab/conventions/"  # argument lists that other projects' documents prescribe
 TRITON = "penstock/kernels/triton/"  # a kernel gets every pointer, size and constant as an argument
 STANDARD_LIBRARY_ONLY = ("errors", "interface", "config", "engine", "kernels/scheme.py")

@@ -51,14 +51,15 @@ def test_one_step_at_a_time(llm):
     llm.engine.add_request("a", "Once upon a time", GREEDY)
     with pytest.raises(InvalidRequestError, match="in use"):
         llm.engine.add_request("a", "One day", GREEDY)
-    assert llm.engine.add_request(None, "One day", LONG) != "a"
+    unnamed = llm.engine.add_request(None, "One day", LONG)
+    assert unnamed != "a"
     with pytest.raises(InvalidRequestError, match="under way"):
         llm.generate("Once")
     last = {}
     while "a" not in last or not last["a"].finished:
         last |= {output.request_id: output for output in llm.engine.step()}
     llm.engine.add_request("a", "One day", LONG)  # the id is free at once
-    assert all(llm.engine.abort(name) for name in last)
+    assert all(llm.engine.abort(name) for name in ("a", unnamed))
     assert not llm.engine.abort("a")
     assert llm.engine.step() == []
     assert not llm.engine.has_unfinished_requests()
