@@ -86,7 +86,8 @@ real: installed-test
 # make sanitize [FUZZ=CALLS]: the native library under address and undefined-behaviour sanitizers, in a build folder of
 # its own. Python has no sanitizer, so that its library is loaded first, its leaks are not reported, and it allocates with malloc.
 # On it, a test of attention may take longer than the limit that pyproject.toml sets for a test that hangs. Objects are
-# kept as those of an installation are, because compiling all of them takes many minutes.
+# kept as those of an installation are, because compiling all of them takes many minutes. Left out are two tests of the C
+# library's allocator, which the address sanitizer replaces, and one with a sanitizer of its own.
 SANITIZED := build/sanitize/penstock_cpu.so
 OBJECTS := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/penstock/native/objects
 SANITIZER = LD_PRELOAD="$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
@@ -98,7 +99,8 @@ sanitize: installed-test
 	@cmake --build build/sanitize --parallel 2 | tail -1
 	@$(SANITIZER) $(BIN)/python -m tools.fuzz_native $(or $(FUZZ),100)
 	@$(SANITIZER) $(BIN)/python -m pytest -q -p no:cacheprovider --timeout 3600 -o faulthandler_timeout=4000 \
-		tests/kernels/test_native_rows.py tests/kernels/test_native_linear.py tests/kernels/test_native_pack.py tests/kernels/test_native_attend.py \
+		-k "not memory_of_its_plan and not too_little_memory and not race-detector" tests/kernels/test_native_rows.py \
+		tests/kernels/test_native_linear.py tests/kernels/test_native_pack.py tests/kernels/test_native_attend.py \
 		tests/kernels/test_native_attention_int8.py \
 		tests/kernels/test_native_sampler.py tests/kernels/test_native_experts.py tests/kernels/test_native_int8.py \
 		tests/kernels/test_native_int4.py tests/kernels/test_native_finish.py tests/kernels/test_native_pool.py \

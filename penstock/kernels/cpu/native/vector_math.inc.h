@@ -20,20 +20,21 @@ constexpr float LN2_LOW = -2.12194440e-4f;    // ln 2 - LN2_HIGH
 constexpr float EXPONENTIAL_TAIL[] = {  // (e^r - 1 - r) / r^2 for |r| <= ln 2 / 2
     4.999999404e-01f, 1.666652113e-01f, 4.166838899e-02f, 8.368745446e-03f, 1.381453942e-03f};
 
-// e^x as power * 2^n, with n an integer from -2^22 to 2^22 and power from about 0.7 to 1.4.
+// e^x as power * 2^n, with n an integer from -2^22 to 2^22 and power from about 0.7 to 1.4. Of an x beyond that, both
+// mean nothing: n is unsigned, so that it may wrap around.
 struct Exponential {
     F32x16 power;
-    I32x16 n;
+    U32x16 n;
 };
 
 PENSTOCK_INLINE Exponential exponential(F32x16 x) {
     constexpr float LOG2_E = 1.44269504f;
     constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer in the lowest bits
-    constexpr std::int32_t ROUNDER_BITS = 0x4B400000;
+    constexpr std::uint32_t ROUNDER_BITS = 0x4B400000;
     const F32x16 shifted = x * LOG2_E + ROUNDER;
     const F32x16 n = shifted - ROUNDER;
     const F32x16 r = (x - n * LN2_HIGH) - n * LN2_LOW;  // |r| <= ln 2 / 2
-    return {1.0f + (r + r * r * polynomial(r, EXPONENTIAL_TAIL)), bits_as<I32x16>(shifted) - ROUNDER_BITS};
+    return {1.0f + (r + r * r * polynomial(r, EXPONENTIAL_TAIL)), bits_as<U32x16>(shifted) - ROUNDER_BITS};
 }
 
 // e^x within 1 ulp, even where it is subnormal. -inf gives 0, +inf gives +inf, NaN gives NaN.
@@ -41,14 +42,14 @@ PENSTOCK_INLINE F32x16 exp(F32x16 x) {
     constexpr float LOWEST = -104.0f, HIGHEST = 89.0f;  // beyond them: 0 and infinity
     const Exponential e = exponential(max(LOWEST, min(HIGHEST, x)));
     // 2^n is two factors, because float32 has no exponent for 2^128 and 2^-150.
-    const I32x16 first = e.n >> 1;
-    return e.power * bits_as<F32x16>((first + 127) << 23) * bits_as<F32x16>((e.n - first + 127) << 23);
+    const U32x16 first = bits_as<U32x16>(bits_as<I32x16>(e.n) >> 1);
+    return e.power * bits_as<F32x16>((first + 127u) << 23u) * bits_as<F32x16>((e.n - first + 127u) << 23u);
 }
 
 // e^x for x <= 0 within 1 ulp, cheaper than exp: 0 below -87, near the subnormal numbers. NaN gives NaN.
 PENSTOCK_INLINE F32x16 exp_to_zero(F32x16 x) {
     const Exponential e = exponential(x);
-    return select(x < -87.0f, F32x16(0.0f), e.power * bits_as<F32x16>((e.n + 127) << 23));
+    return select(x < -87.0f, F32x16(0.0f), e.power * bits_as<F32x16>((e.n + 127u) << 23u));
 }
 
 // e^x - 1 - x for x <= 0: within 4 ulp down to -0.34, and within 1e-6 of its value below.
