@@ -267,7 +267,7 @@ class Tenants:
 
 
 def _beside(trials: Trials, start: Start, way: str | None) -> tuple[float, str]:
-    """Watch the nine beside an attack, or beside nobody, some times if need be; each time on a server of its own.
+    """Watch the nine beside one attack, or none: up to ATTEMPTS times while they are too slow, each on a new server.
 
     Return how much longer they waited than alone at best, and what was wrong the last time or "".
     """
